@@ -129,9 +129,7 @@ class Engine:
         if num_found < len(keys):
             time.sleep(compute_s(num_found, len(keys)))
             seconds = time.perf_counter() - computing_s
-            self.manager.report_prefill(
-                num_found * BLOCK_TOKENS, (len(keys) - num_found) * BLOCK_TOKENS, seconds
-            )
+            self.manager.report_prefill(num_found * BLOCK_TOKENS, (len(keys) - num_found) * BLOCK_TOKENS, seconds)
         waited_s = time.perf_counter() - start_s
         self.manager.on_request_finished(request)
         self.manager.settle(30.0)
@@ -208,8 +206,7 @@ def ratios(seconds: Seconds) -> dict[int, float]:
     """
     median = {way: {length: statistics.median(by[length]) for length in LENGTHS} for way, by in seconds.items()}
     return {
-        length: median["arbiter"][length] / min(median["always"][length], median["never"][length])
-        for length in LENGTHS
+        length: median["arbiter"][length] / min(median["always"][length], median["never"][length]) for length in LENGTHS
     }
 
 

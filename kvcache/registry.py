@@ -191,7 +191,7 @@ CODECS = Registry(
     "codec",
     "kvcache.codecs",
     {"fp8": "kvcache.tiers.codecs.fp8:Fp8Codec", "zstd": "kvcache.tiers.codecs.zstd:ZstdCodec"},
-    "kvcache.tiers.codecs.base:Codec",
+    "kvcache.tiering.codec:Codec",
 )
 
 SPECS = Registry(

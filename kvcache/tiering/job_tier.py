@@ -32,19 +32,19 @@ import numpy as np
 
 from kvcache.background import Background
 from kvcache.tiering.batch import CANCELLED, BlockOutcome, Move, TierBatch
+from kvcache.tiering.codec import make_codec
 from kvcache.tiering.existence import ExistenceCache
 from kvcache.tiering.io_threads import LOAD, QUERY, STORE, IOThreads, Task
 from kvcache.tiering.slot_index import SlotIndex
 from kvcache.tiering.tier import CodecTierStats, Tier, TierResult, TierStats, checked_host_blocks
-from kvcache.tiers.codecs.base import make_codec
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvcache.request import ReqContext
+    from kvcache.tiering.codec import Codec
+    from kvcache.tiering.codec_stage import CodecStage
     from kvcache.tiering.tier import HostBlocks
-    from kvcache.tiers.codecs.base import Codec
-    from kvcache.tiers.codecs.stage import CodecStage
 
 __all__ = ["BlockOutcome", "JobTier", "TierBatch", "TierContents"]
 
@@ -114,7 +114,7 @@ class JobTier(Tier):
         The medium's name in events.
     codec : Codec, optional
         Encodes blocks on their way to the medium. The batches of `get` and `put` then hold encoded rows in place of
-        host blocks; `kvcache.tiers.codecs.base.stored_form` returns their length.
+        host blocks; `kvcache.tiering.codec.stored_form` returns their length.
     num_blocks : int, optional
         Blocks that the tier holds, if it owns its space and starts empty.
     cache_policy : str or type
@@ -170,7 +170,7 @@ class JobTier(Tier):
         self._stage: CodecStage | None = None
         if codec is not None:
             # Not imported without a codec: it needs a package of an extra.
-            from kvcache.tiers.codecs.stage import CodecStage
+            from kvcache.tiering.codec_stage import CodecStage
 
             self._stage = CodecStage(codec, self._pool_rows, num_threads, max_batch_blocks)
             self.host_rows = self._stage.rows

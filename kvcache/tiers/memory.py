@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvcache.options import Options, check_int, option, parse_policy, parse_size, parse_threads
+from kvcache.tiering.codec import Codec, CodecMaker, make_codec, parse_codec, stored_form
 from kvcache.tiering.job_tier import JobTier, TierBatch
-from kvcache.tiers.codecs.base import Codec, CodecMaker, make_codec, parse_codec, stored_form
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks

@@ -46,9 +46,9 @@ from kvcache.options import (
     parse_threads,
 )
 from kvcache.tiering.checksum import SEAL_BYTES, Namespace
+from kvcache.tiering.codec import Codec, CodecMaker, parse_codec, stored_form
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiering.log_limiter import LogLimiter
-from kvcache.tiers.codecs.base import Codec, CodecMaker, parse_codec, stored_form
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks

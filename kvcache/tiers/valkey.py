@@ -44,8 +44,8 @@ from kvcache.options import (
     without_secrets,
 )
 from kvcache.tiering.checksum import SEAL_BYTES, Namespace
+from kvcache.tiering.codec import Codec, CodecMaker, parse_codec, stored_form
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
-from kvcache.tiers.codecs.base import Codec, CodecMaker, parse_codec, stored_form
 from kvcache.tiers.valkey_wire import MISSING, Channel, ServerError, channel, pack, pack_set
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.options import Options, option
 from kvcache.tiering import existence, job_tier
 from kvcache.tiering.breaker import Direction
+from kvcache.tiering.codec import parse_codec
 from kvcache.tiering.existence import ExistenceCache
 from kvcache.tiering.io_threads import LOAD, QUERY, STORE, STORE_TURN, IOThreads
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierContents
 from kvcache.tiering.slot_index import SlotIndex
-from kvcache.tiers.codecs.base import parse_codec
 from kvcache.tiers.memory import MemoryTier
 
 BLOCK_BYTES = 8

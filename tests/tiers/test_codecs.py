@@ -13,8 +13,8 @@ from kvcache.metrics import samples_of
 from kvcache.registry import CODECS
 from kvcache.testing.tier_contract import TierContract
 from kvcache.tiering.checksum import checksum
+from kvcache.tiering.codec import CannotEncodeError, Codec
 from kvcache.tiering.tier import CodecTierStats
-from kvcache.tiers.codecs.base import CannotEncodeError, Codec
 from kvcache.tiers.codecs.fp8 import Fp8Codec
 from kvcache.tiers.codecs.zstd import ZstdCodec
 from kvcache.tiers.memory import MemoryTier

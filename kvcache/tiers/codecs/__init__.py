@@ -1,1 +1,1 @@
-"""Codecs encode blocks for tiers: `base` is the interface, `stage` runs a codec in the I/O threads."""
+"""Codecs encode blocks for tiers; `kvcache.tiering.codec` is their interface."""

@@ -32,9 +32,9 @@ from kvcache.options import (
     parse_text,
     parse_threads,
 )
+from kvcache.tiering.codec import Codec, CodecMaker, parse_codec, stored_form
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
 from kvcache.tiering.log_limiter import LogLimiter
-from kvcache.tiers.codecs.base import Codec, CodecMaker, parse_codec, stored_form
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import (
     HEADER,

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvcache.tiering.batch import BlockOutcome, TierBatch, checked_outcomes
 from kvcache.tiering.checksum import checksum
-from kvcache.tiers.codecs.base import HEADER_BYTES, CannotEncodeError, Codec, stored_form
+from kvcache.tiering.codec import HEADER_BYTES, CannotEncodeError, Codec, stored_form
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks

@@ -1,0 +1,108 @@
+"""Codec: encodes blocks for a tier, and decodes them. A codec is one file and one line in the registry."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvcache.options import Configurable
+from kvcache.registry import CODECS
+from kvcache.tiering.tier import checked_host_blocks
+
+if TYPE_CHECKING:
+    from kvcache.tiering.tier import HostBlocks
+
+HEADER_BYTES = 32
+_ROW_ALIGNMENT = 4096
+
+
+class CannotEncodeError(ValueError):
+    """A block is not stored, because its codec cannot encode it."""
+
+
+class Codec(Configurable, ABC):
+    """Encode whole blocks; called by several threads at once. A configuration names it as a `Configurable`.
+
+    Attributes
+    ----------
+    is_lossy : bool
+        Whether a decoded block may differ from the one that was encoded. Decoding one code always gives the same bytes.
+    """
+
+    is_lossy = False
+
+    @property
+    @abstractmethod
+    def max_bytes(self) -> int:
+        """The longest code in bytes; a tier reserves as many for each block."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Tiers share blocks only if this is equal; ``codec`` is the codec's name."""
+
+    @abstractmethod
+    def encode(self, block: memoryview, target: memoryview) -> int:
+        """Write a block's code to the start of `target`, and return its length.
+
+        Parameters
+        ----------
+        block : memoryview
+            A whole block; not changed.
+        target : memoryview
+            `max_bytes` writable bytes.
+
+        Raises
+        ------
+        CannotEncodeError
+            This block cannot be encoded into so many bytes.
+        """
+
+    @abstractmethod
+    def decode(self, code: memoryview, block: memoryview) -> None:
+        """Decode `code` into `block`.
+
+        Parameters
+        ----------
+        code : memoryview
+            A result of `encode`, its checksum verified.
+        block : memoryview
+            A whole block, writable.
+
+        Raises
+        ------
+        ValueError
+            `code` is not a code.
+        """
+
+
+CodecMaker = Callable[[int], Codec]
+"""Makes a codec for blocks of so many bytes."""
+
+
+def parse_codec(name: str, value: object) -> CodecMaker:
+    """Parse the option `codec` of a tier; return a function that makes the codec for a size of blocks."""
+    if not isinstance(value, Mapping) or "type" not in value:
+        raise ValueError(f"{name} must be a dict with a type, one of {', '.join(CODECS.names())}, got {value!r}")
+    codec = CODECS.resolve(value["type"])
+    make = partial(codec.from_config, {option: one for option, one in value.items() if option != "type"})
+    make(0)
+    return make
+
+
+def make_codec(make: CodecMaker | None, host_blocks: HostBlocks) -> Codec | None:
+    """Return the codec that `parse_codec` parsed, for blocks of this pool."""
+    return None if make is None else make(checked_host_blocks(host_blocks).shape[1])
+
+
+def stored_form(
+    codec: Codec | None, host_blocks: HostBlocks, fingerprint: Mapping[str, Any] | None
+) -> tuple[int, dict[str, Any]]:
+    """Return the bytes of a block as a tier stores it, and the fingerprint of such blocks."""
+    block_bytes: int = checked_host_blocks(host_blocks).shape[1]
+    if codec is None:
+        return block_bytes, dict(fingerprint or {})
+    row_bytes = -(-(HEADER_BYTES + codec.max_bytes) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    return row_bytes, {**(fingerprint or {}), **codec.fingerprint}
