@@ -14,7 +14,7 @@ from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiers.disk.directory import capacity_for
+from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
 
 

@@ -110,7 +110,8 @@ def clear(
 
 
 def _clear_folder(path: Path, confirm: Callable[[str], None]) -> dict[str, Any]:
-    from kvcache.tiers.disk.directory import TierDirectoryError, clear_directory, directory_bytes, writer_of
+    from kvcache.tiers.disk.directory import clear_directory, directory_bytes, writer_of
+    from kvcache.tiers.disk.header import TierDirectoryError
     from kvcache.tiers.disk.maintenance import inspect_tier
 
     if not path.is_dir():

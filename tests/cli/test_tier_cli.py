@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from kvcache.tiers.disk.directory import capacity_for, directory_bytes
+from kvcache.tiers.disk.directory import directory_bytes
+from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
 
 

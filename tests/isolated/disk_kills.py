@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from kvcache.tiers.disk.directory import capacity_for, directory_bytes
+from kvcache.tiers.disk.directory import directory_bytes
+from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
 
 BLOCK_BYTES = 16384

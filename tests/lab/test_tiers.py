@@ -17,7 +17,7 @@ from kvcache.lab.traces.compact import CompactTrace
 from kvcache.lab.traces.keys import KeyMaker
 from kvcache.lab.traces.trace import Trace
 from kvcache.tiering.controller import TierConfig
-from kvcache.tiers.disk.directory import capacity_for
+from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
 
 BLOCK_BYTES = 4096

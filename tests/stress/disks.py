@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from kvcache.tiers.disk.directory import capacity_for
+from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
 
 SCALE = float(os.environ.get("KVCACHE_STRESS", "1"))

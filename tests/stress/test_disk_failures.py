@@ -14,7 +14,7 @@ import pytest
 from disks import SCALE, Disk
 
 from kvcache.tiering import job_tier
-from kvcache.tiers.disk.directory import TierDirectoryError
+from kvcache.tiers.disk.header import TierDirectoryError
 
 KEYS = [b"block-%06d" % number for number in range(200)]
 open_disk = partial(Disk, num_blocks=64, block_bytes=8192, num_host=8, flush_interval_s=0.05, preallocate=False)

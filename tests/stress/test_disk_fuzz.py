@@ -17,7 +17,8 @@ from disks import SCALE, Disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcache.tiers.disk.directory import Header, TierDirectory, TierDirectoryError
+from kvcache.tiers.disk.directory import TierDirectory
+from kvcache.tiers.disk.header import Header, TierDirectoryError
 from kvcache.tiers.disk.slot_table import SlotTable
 
 NUM_SLOTS = 8

@@ -13,7 +13,7 @@ from kvcache.testing.tiers import Faults, FaultyTier, ManualTier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.job_tier import BlockOutcome, JobTier
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiers.disk.directory import capacity_for
+from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
 from kvcache.tiers.memory import MemoryTier
 

@@ -20,7 +20,7 @@ from kvcache.request import ReqContext
 from kvcache.tiering import job_tier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiers.disk.directory import capacity_for
+from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
 
 BLOCK_BYTES = 16384

@@ -19,7 +19,8 @@ from kvcache.lab.traces.trace import Trace
 from kvcache.registry import POLICIES
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
-from kvcache.tiers.disk.directory import capacity_for, directory_bytes
+from kvcache.tiers.disk.directory import directory_bytes
+from kvcache.tiers.disk.header import capacity_for
 
 HOST_BLOCKS = 150
 TIER_BLOCKS = 2000

@@ -24,7 +24,7 @@ class DiskBench:
 
     def open(self, num_blocks=16, path=None, block_bytes=BLOCK_BYTES, **options):
         # Here, where a missing package skips the test: not where the folder is collected.
-        from kvcache.tiers.disk.directory import capacity_for
+        from kvcache.tiers.disk.header import capacity_for
         from kvcache.tiers.disk.tier import DiskTier
 
         blocks = options.pop("host_blocks", None)

@@ -11,7 +11,8 @@ import pytest
 from stores import load, store, until
 
 from kvcache.request import ReqContext
-from kvcache.tiers.disk.directory import TierDirectoryError, capacity_for, directory_bytes, num_slots_within
+from kvcache.tiers.disk.directory import directory_bytes
+from kvcache.tiers.disk.header import TierDirectoryError, capacity_for, num_slots_within
 from kvcache.tiers.disk.maintenance import compact_tier, inspect_tier, verify_tier
 from kvcache.tiers.disk.tier import DiskTier
 

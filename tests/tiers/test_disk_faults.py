@@ -16,7 +16,8 @@ import pytest
 from stores import load, store, until, wait_for_reset
 
 from kvcache.tiers.disk import directory as directory_module
-from kvcache.tiers.disk.directory import TierDirectory, TierDirectoryError, clear_directory
+from kvcache.tiers.disk.directory import TierDirectory, clear_directory
+from kvcache.tiers.disk.header import TierDirectoryError
 from kvcache.tiers.disk.maintenance import compact_tier, inspect_tier, verify_tier
 from kvcache.tiers.disk.slot_table import SlotTable
 from kvcache.tiers.disk.tier import DiskTier
@@ -479,7 +480,7 @@ HEADERS = {
     "unknown": {"colour": "blue"},
 }
 CAUSES = {
-    "first format": "version 1, not .* version 3; its records do not say whose they are",
+    "first format": "version 1, not .* version 3",
     "no slots": "not a disk tier's header: num_slots must be an int >= 1, got 0",
     "text": "not a disk tier's header: epoch must be an int in 1..4294967295, got 'x'",
     "epoch 0": "epoch must be an int in 1..4294967295, got 0",

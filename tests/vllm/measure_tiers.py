@@ -27,7 +27,7 @@ from engine_tiering import EngineTiering, keys, tier_config
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from kvcache.tiers.disk.directory import capacity_for
+from kvcache.tiers.disk.header import capacity_for
 
 NUM_KEYS = 10_000
 JOB_CHUNKS = 32

@@ -80,7 +80,7 @@ def store_until_killed(path, seed, pipe):
 def serve_blocks(path, seed, pipe):
     from engine_tiering import PAGE, EngineTiering, key, tier_config
 
-    from kvcache.tiers.disk.directory import capacity_for
+    from kvcache.tiers.disk.header import capacity_for
 
     engine = EngineTiering([tier_config("disk", path=path, capacity=capacity_for(NUM_SLOTS, PAGE))], num_chunks=32)
     pipe.send(sum(engine.load([key(number)]) for number in range(NUM_BLOCKS)))

@@ -14,7 +14,8 @@ from engine_options import BLOCK_BYTES
 from engine_tiering import PAGE
 from serve_until_killed import NUM_SLOTS, serve, store_until_killed
 
-from kvcache.tiers.disk.directory import capacity_for, directory_bytes
+from kvcache.tiers.disk.directory import directory_bytes
+from kvcache.tiers.disk.header import capacity_for
 
 STRESS = float(os.environ.get("KVCACHE_STRESS", "1"))
 NUM_KILLS, NUM_TIER_KILLS = max(2, round(2 * STRESS)), round(20 * STRESS)

@@ -12,7 +12,8 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvcache.integrations.vllm import KVCacheTier
 from kvcache.tiers.disk.block_store import BlockStore
-from kvcache.tiers.disk.directory import capacity_for, directory_bytes
+from kvcache.tiers.disk.directory import directory_bytes
+from kvcache.tiers.disk.header import capacity_for
 
 BACKPRESSURE = {
     "backpressure_cls": "EMABackpressureDetector",

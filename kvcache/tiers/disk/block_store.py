@@ -14,12 +14,13 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from kvcache.tiering.checksum import checksum
-from kvcache.tiers.disk.directory import ALIGN_BYTES, DATA
+from kvcache.tiers.disk.header import ALIGN_BYTES, DATA
 from kvcache.tiers.disk.slot_table import SlotTable
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
-    from kvcache.tiers.disk.directory import Generation, TierDirectory
+    from kvcache.tiers.disk.directory import TierDirectory
+    from kvcache.tiers.disk.header import Generation
 
 _SECTOR_BYTES = 512
 _MOST_TRIES = 100

@@ -1,16 +1,12 @@
-"""The directory of a disk tier: its format, its size, the model that it belongs to, and its one writer.
+"""The directory of a disk tier: its files, its size, and its one writer.
 
-The capacity fixes the size of each file, so the directory is bounded from its first byte::
+The files::
 
-    kvcache.json   format, geometry, fingerprint and generation; replaced as a whole
-    lock           held by the one writer; names the generation that a reset made void
+    kvcache.json   format, geometry, fingerprint and generation (`header`); replaced as a whole
+    lock           held and signed by the one writer; names the generation that a reset made void
     data           one aligned slot per block, payload only
     records        one sealed record per slot: the block's key and checksum
     recency        time of last use and number of uses of each slot; may be lost
-
-A *generation* holds the blocks that were stored between two resets. Its seed, a digest of format, block size,
-fingerprint and a random salt, goes into each record's seal and each block's checksum, so bytes of another model,
-another directory or an earlier generation do not verify.
 """
 
 from __future__ import annotations
@@ -18,36 +14,28 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import hashlib
 import json
 import logging
 import os
-import secrets
 import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from kvcache.options import check_int
+from kvcache.tiers.disk.header import (
+    DATA,
+    HEADER,
+    MAX_HEADER_BYTES,
+    RECENCY,
+    RECORD_BYTES,
+    RECORDS,
+    Header,
+    TierDirectoryError,
+)
 
-FORMAT = "kvcache disk tier"
-VERSION = 3
-RECORD_BYTES = 128
-RECENCY_BYTES = 16
-ALIGN_BYTES = 4096
-_EXTENT_BYTES = 16
-"""What a file system needs per slot to remember where it lies, at worst (ext4: 12)."""
-_FIXED_BYTES = 128 << 10
-"""The folder, the small files twice over, and the rounding of each file."""
-_MAX_FINGERPRINT_BYTES = 16 << 10
-_MAX_HEADER_BYTES = 32 << 10
-_MAX_EPOCH = (1 << 32) - 1
-_MAX_SALT = (1 << 64) - 1
-_MAX_FILE_BYTES = 1 << 62
 _MARK_OFFSET = 256
 """Where in `lock` the mark stands; the name of the writer comes before it."""
 _MARK_BYTES = 8
@@ -55,13 +43,8 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK
 
 _LOG = logging.getLogger(__name__)
 
-DATA, RECORDS, RECENCY = "data", "records", "recency"
-HEADER, _NEW_HEADER, _LOCK = "kvcache.json", "kvcache.json.new", "lock"
+_NEW_HEADER, _LOCK = "kvcache.json.new", "lock"
 _OURS = {DATA, RECORDS, RECENCY, HEADER, _NEW_HEADER, _LOCK}
-
-
-class TierDirectoryError(ValueError):
-    """A directory cannot be used: it is not writable, in use, damaged, or holds something else."""
 
 
 @contextmanager
@@ -81,80 +64,6 @@ def closing_fd(fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-class Generation(NamedTuple):
-    """What the records and checksums that count carry."""
-
-    epoch: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The contents of `kvcache.json`.
-
-    `epoch` counts the resets and starts again at 1 after the largest number. `salt` is 64 random bits, drawn at every
-    reset. If `resizing`, the files may still have the lengths of an earlier capacity.
-    """
-
-    block_bytes: int
-    num_slots: int
-    epoch: int
-    salt: int
-    fingerprint: dict[str, Any]
-    resizing: bool = False
-
-    @property
-    def slot_bytes(self) -> int:
-        """From one slot of `data` to the next."""
-        return -(-self.block_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-    @property
-    def generation(self) -> Generation:
-        """What records and checksums must carry to count."""
-        text = json.dumps([FORMAT, VERSION, self.block_bytes, self.fingerprint, self.salt], sort_keys=True)
-        return Generation(self.epoch, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
-
-    @classmethod
-    def fresh(cls, block_bytes: int, num_slots: int, fingerprint: dict[str, Any]) -> Header:
-        """Return the header of a directory that holds nothing yet."""
-        return cls(block_bytes, num_slots, 1, _new_salt(), fingerprint)
-
-    def after_reset(self) -> Header:
-        """Return the header under which nothing counts that counts now."""
-        return replace(self, epoch=self.epoch % _MAX_EPOCH + 1, salt=_new_salt())
-
-    def file_bytes(self) -> dict[str, int]:
-        """Return the length that each file of slots must have."""
-        return {
-            DATA: self.num_slots * self.slot_bytes,
-            RECORDS: self.num_slots * RECORD_BYTES,
-            RECENCY: self.num_slots * RECENCY_BYTES,
-        }
-
-
-def num_slots_within(capacity_bytes: int, block_bytes: int) -> int:
-    """Return how many blocks a directory of at most `capacity_bytes` holds, metadata included."""
-    check_int("capacity_bytes", capacity_bytes)
-    check_int("block_bytes", block_bytes)
-    num_slots = (capacity_bytes - _FIXED_BYTES) // _bytes_per_slot(block_bytes)
-    if num_slots < 1:
-        least = capacity_for(1, block_bytes)
-        raise ValueError(
-            f"capacity_bytes must be >= {least} to hold one block of {block_bytes} bytes, got {capacity_bytes}"
-        )
-    return num_slots
-
-
-def capacity_for(num_blocks: int, block_bytes: int) -> int:
-    """Return the smallest `capacity_bytes` that holds `num_blocks` blocks."""
-    return check_int("num_blocks", num_blocks) * _bytes_per_slot(block_bytes) + _FIXED_BYTES
-
-
-def _bytes_per_slot(block_bytes: int) -> int:
-    slot_bytes = -(-block_bytes // ALIGN_BYTES) * ALIGN_BYTES
-    return slot_bytes + RECORD_BYTES + RECENCY_BYTES + _EXTENT_BYTES
 
 
 def directory_bytes(path: Path) -> int:
@@ -244,11 +153,6 @@ def _lock(path: Path, fd: int) -> None:
 def _in_use(path: str | os.PathLike[str], lock_fd: int) -> str:
     owner = os.pread(lock_fd, _MARK_OFFSET, 0).decode(errors="replace").strip(" \n\0") or "another process"
     return f"disk tier directory {path} is in use by {owner}; one process may write to it, others may open it read-only"
-
-
-def _new_salt() -> int:
-    # A lock file without a mark reads as 0.
-    return secrets.randbits(64) | 1
 
 
 def _forget_locks_in_child() -> None:
@@ -344,10 +248,7 @@ class TierDirectory:
 
     def write_header(self, header: Header) -> None:
         """Replace the header durably. A crash leaves the old or the new one; after this call it is the new one."""
-        values = {"format": FORMAT, "version": VERSION, **asdict(header)}
-        text = json.dumps(values, indent=1, sort_keys=True)
-        if len(text) > _MAX_HEADER_BYTES:
-            text = json.dumps(values, sort_keys=True)
+        text = header.text()
         with suppress(FileNotFoundError):
             os.unlink(_NEW_HEADER, dir_fd=self._fd)
         with closing_fd(self.open_file(_NEW_HEADER, os.O_WRONLY | os.O_CREAT | os.O_EXCL)) as fd:
@@ -363,8 +264,6 @@ class TierDirectory:
 
     def resize(self, header: Header, afresh: bool = False) -> Header:
         """Give all files the lengths of `header`, and write `header`. The next open repeats an interrupted resize."""
-        if len(json.dumps(header.fingerprint)) > _MAX_FINGERPRINT_BYTES:
-            raise TierDirectoryError(f"fingerprint must be at most {_MAX_FINGERPRINT_BYTES} bytes of JSON")
         self.write_header(replace(header, resizing=True))
         for name, num_bytes in header.file_bytes().items():
             with closing_fd(self.open_file(name, os.O_RDWR | os.O_CREAT)) as fd:
@@ -419,7 +318,7 @@ class TierDirectory:
                 raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {HEADER}")
             return self.resize(header, afresh=True)
         if header is not None:
-            self._check_same(found, header)
+            found.check_same(header, self.path)
         is_void = self._void_salt() == found.salt
         if self._read_only:
             return found.after_reset() if is_void else found
@@ -457,16 +356,6 @@ class TierDirectory:
                 stat.filemode(status.st_mode),
                 error.strerror,
             )
-
-    def _check_same(self, found: Header, header: Header) -> None:
-        for name in ("block_bytes", "fingerprint"):
-            stored, given = getattr(found, name), getattr(header, name)
-            # As JSON: to Python, 1 and true are equal.
-            if json.dumps(stored, sort_keys=True) != json.dumps(given, sort_keys=True):
-                raise TierDirectoryError(
-                    f"disk tier directory {self.path} holds blocks of another {name}: {_differences(stored, given)}; "
-                    f"choose another directory, or delete this one"
-                )
 
     def _drop_cut_records(self, header: Header, may_mend: bool) -> bool:
         """Drop the records whose payload was cut off; return whether any file is shorter than it must be."""
@@ -506,13 +395,13 @@ class TierDirectory:
     def _read_header(self) -> Header | None:
         try:
             with closing_fd(self.open_file(HEADER, os.O_RDONLY)) as fd:
-                body = os.pread(fd, _MAX_HEADER_BYTES + 1, 0)
+                body = os.pread(fd, MAX_HEADER_BYTES + 1, 0)
         except FileNotFoundError:
             return None
         try:
-            if len(body) > _MAX_HEADER_BYTES:
-                raise ValueError(f"it has more than {_MAX_HEADER_BYTES} bytes")
-            return self._checked_header(json.loads(body.decode()))
+            if len(body) > MAX_HEADER_BYTES:
+                raise ValueError(f"it has more than {MAX_HEADER_BYTES} bytes")
+            return Header.parsed(json.loads(body.decode()), self.path)
         except TierDirectoryError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError, OverflowError) as error:
@@ -520,26 +409,6 @@ class TierDirectory:
                 f"file {self.path / HEADER} is not a disk tier's header: {error}; "
                 f"without it no block can be verified: delete the directory to start afresh"
             ) from error
-
-    def _checked_header(self, values: Any) -> Header:
-        name, version = values.pop("format"), values.pop("version")
-        if (name, version) != (FORMAT, VERSION):
-            whys = {1: "; its records do not say whose they are: delete it", 2: "; its seals are weak: delete it"}
-            why = whys.get(version, "") if name == FORMAT else ""
-            stored, known = f"format {name!r} version {version!r}", f"{FORMAT!r} version {VERSION}"
-            raise TierDirectoryError(f"directory {self.path} is of {stored}, not {known}{why}")
-        header = Header(**values)
-        for name in ("block_bytes", "num_slots"):
-            check_int(name, getattr(header, name))
-        for name, most in (("epoch", _MAX_EPOCH), ("salt", _MAX_SALT)):
-            check_int(name, getattr(header, name), 1, most)
-        if max(header.file_bytes().values()) > _MAX_FILE_BYTES:
-            raise ValueError(f"num_slots {header.num_slots} of block_bytes {header.block_bytes} fit into no file")
-        if type(header.resizing) is not bool:
-            raise ValueError(f"resizing must be true or false, got {header.resizing!r}")
-        if not isinstance(header.fingerprint, dict):
-            raise ValueError(f"fingerprint must be an object, got {header.fingerprint!r}")
-        return header
 
 
 def write_all(fd: int, body: bytes | bytearray | memoryview, offset: int) -> None:
@@ -563,17 +432,3 @@ def _fsync_directory(fd: int) -> None:
 
 _OPEN: WeakSet[TierDirectory] = WeakSet()
 os.register_at_fork(after_in_child=_forget_locks_in_child)
-
-
-def _differences(stored: Any, given: Any, name: str = "") -> str:
-    """Return what differs, field by field where both are objects; long values are cut."""
-    if not (isinstance(stored, dict) and isinstance(given, dict)):
-        shown = (text if len(text) <= 80 else f"{text[:80]}..." for text in (repr(stored), repr(given)))
-        return f"{name} {' is not '.join(shown)}".lstrip()
-    fields = {**stored, **given}
-    pairs = {field: (stored.get(field), given.get(field)) for field in fields}
-    return ", ".join(
-        _differences(*pair, f"{name}.{field}".lstrip("."))
-        for field, pair in pairs.items()
-        if json.dumps(pair[0], sort_keys=True) != json.dumps(pair[1], sort_keys=True)
-    )

@@ -14,15 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvcache.tiers.disk.block_store import BlockStore
-from kvcache.tiers.disk.directory import (
-    DATA,
-    TierDirectory,
-    capacity_for,
-    directory_bytes,
-    num_slots_within,
-    reported,
-    shared_names,
-)
+from kvcache.tiers.disk.directory import TierDirectory, directory_bytes, reported, shared_names
+from kvcache.tiers.disk.header import DATA, capacity_for, num_slots_within
 from kvcache.tiers.disk.slot_table import Found
 
 Progress = Callable[[int, int], None]

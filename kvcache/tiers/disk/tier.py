@@ -36,16 +36,8 @@ from kvcache.tiering.codec import Codec, CodecMaker, parse_codec, stored_form
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiers.disk.block_store import BlockStore
-from kvcache.tiers.disk.directory import (
-    HEADER,
-    Header,
-    TierDirectory,
-    TierDirectoryError,
-    capacity_for,
-    num_slots_within,
-    reported,
-    writer_of,
-)
+from kvcache.tiers.disk.directory import TierDirectory, reported, writer_of
+from kvcache.tiers.disk.header import HEADER, Header, TierDirectoryError, capacity_for, num_slots_within
 from kvcache.tiers.disk.slot_table import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
