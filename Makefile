@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help dev build stress demo fleet-demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm release clean
+.PHONY: force help dev build stress demo fleet-demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm release clean
 
 VENV := .venv
 comma := ,
@@ -51,7 +51,12 @@ $(VENV)/torch.stamp: constraints.txt $(VENV)/venv.stamp
 	$(PIP_INSTALL) "$$(grep ^torch== constraints.txt)"
 	@touch $@
 
-build/wheel/stamp: $(SOURCES) constraints.txt | $(VENV)/venv.stamp
+# Written again at another commit, which is part of the version.
+build/commit: force
+	@mkdir -p build
+	@commit=$$(git rev-parse HEAD 2>/dev/null || true); [ -e $@ ] && [ "$$commit" = "$$(cat $@)" ] || echo "$$commit" >$@
+
+build/wheel/stamp: $(SOURCES) constraints.txt build/commit | $(VENV)/venv.stamp
 	@rm -rf build/wheel build/lib.* build/*.egg-info
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	@touch $@
