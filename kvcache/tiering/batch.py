@@ -1,14 +1,17 @@
-"""The batches of a `JobTier`, and their outcomes; an I/O thread moves one batch at a time."""
+"""The jobs of a `JobTier`, their batches, and what became of them; an I/O thread moves one batch at a time."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 from kvcache.tiering.io_threads import Task
+from kvcache.tiering.tier import TierResult, TierStats
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -95,6 +98,32 @@ def checked_outcomes(outcomes: Sequence[int] | None, batch: TierBatch) -> list[B
     return [BlockOutcome(outcome) for outcome in outcomes]
 
 
+class Stage:
+    """Moves batches straight from and to host memory; `CodecStage` encodes and decodes on the way.
+
+    `pool` has the host blocks and `rows` the memory that `get` and `put` of a tier use. A batch has at most
+    `max_blocks`.
+    """
+
+    max_blocks = sys.maxsize
+
+    def __init__(self, pool: HostBlocks) -> None:
+        self.pool = pool
+        self.rows = pool
+
+    def put(self, batch: TierBatch, put: Callable[[TierBatch], Sequence[int] | None]) -> Sequence[int] | None:
+        """Store a batch with `put`."""
+        return put(batch)
+
+    def get(self, batch: TierBatch, get: Callable[[TierBatch], Sequence[int] | None]) -> Sequence[int] | None:
+        """Load a batch with `get`."""
+        return get(batch)
+
+    def described(self, stats: TierStats) -> TierStats:
+        """Return a tier's `stats` with those of this stage."""
+        return stats
+
+
 class Move(Task):
     """A batch as a task of an I/O thread."""
 
@@ -127,4 +156,77 @@ class Move(Task):
         """Return the keys of the blocks with this outcome; none if the batch failed as a whole."""
         if self.outcomes is None:
             return self.keys if outcome == BlockOutcome.DONE else []
-        return [key for key, one in zip(self.keys, self.outcomes, strict=False) if one == outcome]
+        return [key for key, result in zip(self.keys, self.outcomes, strict=False) if result == outcome]
+
+
+@dataclass(slots=True)
+class Job:
+    """The moves of a job, how many have not ended, and the fields of its result so far."""
+
+    moves: list[Move]
+    num_left: int
+    result: dict[str, Any]
+
+
+class Jobs:
+    """The jobs under way, the blocks in them, and the results that have not been reported."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[int, Job] = {}
+        self.num_blocks = 0
+        self.results: list[TierResult] = []
+
+    def begin(self, job_id: int, moves: list[Move], failed: list[bytes], removed: list[bytes]) -> None:
+        """Add a job; some of its blocks may have failed already."""
+        now_s = time.monotonic()
+        result = {"done": [], "failed": failed, "removed": removed, "error": "", "start_s": now_s, "end_s": now_s}
+        self.under_way[job_id] = Job(moves, len(moves), result)
+        self.num_blocks += sum(len(move.keys) for move in moves)
+        self._report_ended(job_id)
+
+    def end_part(self, move: Move, done: list[bytes], failed: list[bytes], removed: Iterable[bytes] = ()) -> None:
+        """Add a move's outcome to its job, and report the job after the last one."""
+        job = self.under_way[move.batch.job_id]
+        result = job.result
+        result["done"] += done
+        result["failed"] += failed
+        result["removed"] += removed
+        result["end_s"] = max(result["end_s"], move.end_s)
+        if move.error != CANCELLED:
+            result["error"] = result["error"] or move.error
+        self.num_blocks -= len(move.keys)
+        job.num_left -= 1
+        self._report_ended(move.batch.job_id)
+
+    def take_results(self) -> list[TierResult]:
+        """Return the results since the last call."""
+        results, self.results = self.results, []
+        return results
+
+    def _report_ended(self, job_id: int) -> None:
+        job = self.under_way[job_id]
+        if not job.num_left:
+            del self.under_way[job_id]
+            self.results.append(TierResult(job_id, **job.result))
+
+
+class Counts:
+    """The counters of a tier, and its last errors. I/O threads may note errors at any time."""
+
+    def __init__(self) -> None:
+        names = ("stored", "loaded", "evicted", "missed", "corrupt", "refused")
+        self.numbers = {"io_errors": 0, **{f"{name}_blocks": 0 for name in names}}
+        self.last_error = ""
+        self.store_error = ""
+        self._lock = Lock()
+
+    def add(self, **numbers: int) -> None:
+        """Count blocks."""
+        for name, number in numbers.items():
+            self.numbers[f"{name}_blocks"] += number
+
+    def note_error(self, error: str) -> None:
+        """Count an error."""
+        with self._lock:
+            self.numbers["io_errors"] += 1
+            self.last_error = error

@@ -12,15 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import groupby
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.tiering.batch import BlockOutcome, TierBatch, checked_outcomes
+from kvcache.tiering.batch import BlockOutcome, Stage, TierBatch, checked_outcomes
 from kvcache.tiering.checksum import checksum
 from kvcache.tiering.codec import HEADER_BYTES, CannotEncodeError, Codec, stored_form
+from kvcache.tiering.tier import CodecTierStats, TierStats
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -32,21 +34,19 @@ _MAGIC = b"kvcodec1"
 assert _HEADER.size == HEADER_BYTES
 
 
-class CodecStage:
-    """Encoded rows of at most `num_threads` batches of `max_blocks` blocks that I/O threads move at the same time.
-
-    `get` fills and `put` reads `rows`; `name` is the codec's, and `counts` are the counters of `CodecTierStats`.
-    """
+class CodecStage(Stage):
+    """Encoded rows of at most `num_threads` batches of `max_blocks` blocks that I/O threads move at the same time."""
 
     def __init__(self, codec: Codec, host_blocks: HostBlocks, num_threads: int, max_blocks: int) -> None:
+        super().__init__(host_blocks)
+        self.max_blocks = max_blocks
         self._codec = codec
-        self.name = str(codec.fingerprint["codec"])
         self._block_bytes = host_blocks.shape[1]
         row_bytes, _ = stored_form(codec, host_blocks, None)
         num_rows = num_threads * max_blocks
         self.rows = np.frombuffer(mmap.mmap(-1, num_rows * row_bytes), np.uint8).reshape(num_rows, row_bytes)
         names = ("encoded_blocks", "unencodable_blocks", "decoded_blocks", "raw_bytes", "code_bytes")
-        self.counts: dict[str, Any] = {"encode_s": 0.0, "decode_s": 0.0, **dict.fromkeys(names, 0)}
+        self._counts: dict[str, Any] = {"encode_s": 0.0, "decode_s": 0.0, **dict.fromkeys(names, 0)}
         self._lock = Lock()
         # One part of the rows for each thread.
         self._free = deque(range(0, num_rows, max_blocks))
@@ -92,6 +92,9 @@ class CodecStage:
             self._count(decoded_blocks=num_decoded, decode_s=time.perf_counter() - start_s)
         return outcomes
 
+    def described(self, stats: TierStats) -> TierStats:
+        return CodecTierStats(**asdict(stats), codec=str(self._codec.fingerprint["codec"]), **self._counts)
+
     @contextmanager
     def _part(self) -> Iterator[int]:
         first = self._free.pop()
@@ -103,7 +106,7 @@ class CodecStage:
     def _count(self, **counts: float) -> None:
         with self._lock:
             for name, number in counts.items():
-                self.counts[name] += number
+                self._counts[name] += number
 
     def _encode(self, key: bytes, block: memoryview, row: int) -> int:
         """Encode a block into a row; return the code's length, 0 if it cannot be encoded."""

@@ -16,7 +16,7 @@ import pytest
 
 from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
-from kvcache.tiering import job_tier
+from kvcache.tiering import lifecycle
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierContents
 from kvcache.tiering.manager import TieredOffloadingManager
@@ -282,7 +282,7 @@ class WildTier(JobTier):
 
 
 def test_job_tier_over_a_wild_medium_gives_no_wrong_byte(monkeypatch):
-    monkeypatch.setattr(job_tier, "_RETRY_S", 0.01)
+    monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
     draw = random.Random(11)
     host = np.zeros((NUM_HOST, BLOCK_BYTES), np.uint8)
     tier = WildTier(host, 12)

@@ -14,13 +14,13 @@ from stores import store as save
 
 from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.options import Options, option
-from kvcache.tiering import existence, job_tier
+from kvcache.tiering import existence, job_tier, lifecycle
 from kvcache.tiering.breaker import Direction
+from kvcache.tiering.catalog import SlotCatalog
 from kvcache.tiering.codec import parse_codec
 from kvcache.tiering.existence import ExistenceCache
 from kvcache.tiering.io_threads import LOAD, QUERY, STORE, STORE_TURN, IOThreads
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierContents
-from kvcache.tiering.slot_index import SlotIndex
 from kvcache.tiers.memory import MemoryTier
 
 BLOCK_BYTES = 8
@@ -278,7 +278,7 @@ def test_reset_is_durable_and_waits_for_older_jobs_before_it_serves(make, host, 
     hung = threading.Event()
     tier.get = lambda batch: hung.wait() and None
     tier.submit_load(2, keys_of("ab"), [5, 6])
-    until(lambda: not tier._jobs[2].moves[0]._unclaimed)
+    until(lambda: not tier._jobs.under_way[2].moves[0]._unclaimed)
     tier.reset()
     until(lambda: not store.values)
     time.sleep(0.01)
@@ -294,7 +294,7 @@ def test_reset_is_durable_and_waits_for_older_jobs_before_it_serves(make, host, 
 
 
 def test_reset_that_fails_is_tried_again_and_serves_nothing_meanwhile(make, host, store, monkeypatch):
-    monkeypatch.setattr(job_tier, "_RETRY_S", 0.005)
+    monkeypatch.setattr(lifecycle, "RETRY_S", 0.005)
     tier = make(slots=8)
     save(tier, keys_of("ab"))
     store.fail["clear"] = OSError("read-only")
@@ -407,21 +407,21 @@ def test_existence_is_remembered_for_a_bounded_time_and_number_of_keys(monkeypat
 
 def test_index_refuses_contents_that_do_not_fit():
     with pytest.raises(ValueError, match="2 keys share slots"):
-        SlotIndex(4, "lru", keys_of("ab"), [1, 1])
+        SlotCatalog(4, "lru", keys_of("ab"), [1, 1])
     with pytest.raises(ValueError, match="2 keys in 1 slots of 4"):
-        SlotIndex(4, "lru", keys_of("ab"), [1])
+        SlotCatalog(4, "lru", keys_of("ab"), [1])
 
 
 def test_block_being_rewritten_is_not_rewritten_twice_at_once():
-    index = SlotIndex(4, "lru", [], ())
-    placement = index.place([b"a"])
+    index = SlotCatalog(4, "lru", [], ())
+    placement = index.begin_store([b"a"])
     index.end_store(placement.keys, placement.keys)
-    assert index.quarantine([b"a"]) == [b"a"]
-    assert index.place([b"a"]).keys == [b"a"]
-    assert index.place([b"a"]).keys == []
+    assert index.forget([b"a"]) == [b"a"]
+    assert index.begin_store([b"a"]).keys == [b"a"]
+    assert index.begin_store([b"a"]).keys == []
     index.end_store([b"a"], [b"a"])
-    assert index.count_held([b"a"]) == 1
-    assert index.place(keys_of("bcde")).evicted == [b"a"]
+    assert index.find([b"a"]) == 1
+    assert index.begin_store(keys_of("bcde")).evicted == [b"a"]
 
 
 def test_memory_tier_comes_from_a_configuration(host):

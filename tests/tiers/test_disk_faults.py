@@ -148,7 +148,7 @@ def test_tier_that_never_opens_can_be_shut_down(bench, monkeypatch):
     tier = bench.open(open_timeout_s=0.02)
     tier.shutdown()
     released.set()
-    tier._control.stop(20)
+    tier._life.join(20)
     monkeypatch.undo()
     bench.open().shutdown()
 

@@ -27,7 +27,7 @@ from stores import (
 )
 from valkey import Valkey
 
-from kvcache.tiering import job_tier
+from kvcache.tiering import lifecycle
 from kvcache.tiering.checksum import Namespace
 from kvcache.tiers import valkey
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyTier
@@ -147,7 +147,7 @@ def test_resets_after_the_server_lost_its_memory_reach_different_epochs(server, 
 
 
 def test_reset_that_failed_half_way_deletes_the_old_blocks_later(server, client, opened, monkeypatch):
-    monkeypatch.setattr(job_tier, "_RETRY_S", 0.01)
+    monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
     tier = open_tier(opened, server.url)
     store(tier, KEYS[:4])
     delete, calls = valkey._unlink, []
@@ -187,7 +187,7 @@ def test_value_of_a_client_without_salt_and_fingerprint_is_never_accepted(server
         assert (result.done, result.error) == ([], "")
         num_forged += len(KEYS)
         # Or it would not read these keys again.
-        tier._bad.clear()
+        tier._life.catalog._bad.clear()
     assert tier.stats().corrupt_blocks == num_forged
     for key, value in own.items():
         client.set(names[key], value)

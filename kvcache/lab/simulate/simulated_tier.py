@@ -55,7 +55,7 @@ class SimulatedTier(Tier):
         self._index.on_request_finished(req_context)
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        # As `SlotIndex.place` does.
+        # As `SlotCatalog.begin_store` does.
         output = self._index.prepare_store(keys[::-1] if self.policy.reads_clock else keys)
         if output is None:
             return False

@@ -1,0 +1,334 @@
+"""What a tier holds: slots of its own (`SlotCatalog`), or the answers of a medium with an index (`RemoteCatalog`).
+
+A `JobTier` asks its catalog which blocks it can load and which it has to write, and never how the catalog knows. One
+thread at a time calls a catalog, under the tier's lock; only the I/O threads begin a query without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy as np
+
+from kvcache.control.pool import BlockPool
+from kvcache.tiering.io_threads import Task
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvcache.request import ReqContext
+    from kvcache.specs import BlockIDsLoadStoreSpec, LoadStoreSpec
+    from kvcache.tiering.existence import ExistenceCache
+
+_READY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TierContents:
+    """The blocks that `open` found.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Slots of the tier.
+    keys : list of bytes
+        The blocks in the tier, each once, least recently used first.
+    slots : sequence of int
+        Their slots.
+    last_seq : int
+        The largest sequence number of a block so far; the next store gets the one after it.
+    """
+
+    num_blocks: int
+    keys: list[bytes] = field(default_factory=list)
+    slots: Sequence[int] | npt.NDArray[np.int64] = ()
+    last_seq: int = 0
+
+
+class Placement(NamedTuple):
+    """The blocks that a store has to write, and the keys that were evicted for them.
+
+    `slots` and `seqs` have one number per key, in a tier that owns its space.
+    """
+
+    keys: list[bytes]
+    slots: list[int] | None
+    seqs: list[int] | None
+    evicted: list[bytes]
+
+
+class Catalog:
+    """Holds no block: the catalog of a tier that has not opened yet, and the interface of the others."""
+
+    last_seq = 0
+    """The largest sequence number of a block so far."""
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that can be loaded, as far as known."""
+        return 0
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks evicted since the catalog was made."""
+        return 0
+
+    def find(self, keys: list[bytes]) -> int | None:
+        """Return how many of the first keys can be loaded; None: not known yet."""
+        return 0
+
+    def begin_store(self, keys: list[bytes]) -> Placement | None:
+        """Return which of `keys` have to be written, and where; None: too few blocks can be evicted for them."""
+        return Placement([], None, None, [])
+
+    def end_store(self, keys: list[bytes], stored: list[bytes]) -> None:
+        """End the store of `keys`, which `begin_store` returned: the medium holds those in `stored`."""
+
+    def begin_load(self, keys: list[bytes]) -> tuple[list[bytes], list[int] | None, list[bytes]]:
+        """Reference the blocks that can be loaded. Return them and their slots, and the others."""
+        return [], None, keys
+
+    def end_load(self, keys: list[bytes]) -> None:
+        """Release the references."""
+
+    def forget(self, lost: list[bytes], corrupt: Sequence[bytes] = ()) -> list[bytes]:
+        """Count blocks as absent from now on; return those that were held. Those in `corrupt` until stored again."""
+        return []
+
+    def touch(self, keys: list[bytes], req_context: ReqContext | None) -> list[int]:
+        """Record a use of `keys`, in prefix order; return the slots of the held ones."""
+        return []
+
+    def end_request(self, req_context: ReqContext) -> None:
+        """Order the blocks that a request used."""
+
+    def announce(self, max_blocks: int) -> list[bytes]:
+        """Return the next blocks that were found at the start and are still held."""
+        return []
+
+
+class SlotCatalog(Catalog):
+    """Places blocks in `num_blocks` slots; `keys` lie in `slots` already, each once, least recently used first.
+
+    A `BlockPool` places and evicts the blocks, over slots instead of host memory. A bad or missing block is
+    quarantined: it counts as absent and keeps its slot until it is evicted or its key is stored again.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        cache_policy: str | type,
+        keys: list[bytes],
+        slots: Sequence[int] | npt.NDArray[np.int64],
+        last_seq: int = 0,
+    ) -> None:
+        self.last_seq = last_seq
+        self._blocks = BlockPool(num_blocks, cache_policy)
+        # A store names the tail of a prompt first. A policy that keeps paths needs the head first.
+        self._keeps_paths = self._blocks.policy.reads_clock
+        self._bad: set[bytes] = set()
+        self._unannounced = deque(keys)
+        # The pool numbers the blocks that were found 0, 1, 2, ..., in the order of their use.
+        self._slot_of: npt.NDArray[np.int64] | None = None
+        if keys:
+            places = np.asarray(slots, np.int64)
+            output = self._blocks.reserve(keys, is_move=True)
+            if output is None or len(output.keys_to_store) != len(keys) or len(places) != len(keys):
+                raise ValueError(f"{len(keys)} keys in {len(places)} slots of {num_blocks} are not one slot for each")
+            self._blocks.commit(keys, is_move=True)
+            is_free = np.ones(num_blocks, np.bool_)
+            is_free[places] = False
+            if num_blocks - int(is_free.sum()) != len(keys):
+                raise ValueError(f"{len(keys)} keys share slots")
+            self._slot_of = np.concatenate([places, np.flatnonzero(is_free)])
+
+    @property
+    def num_held(self) -> int:
+        blocks = self._blocks
+        return blocks.num_blocks - blocks.num_free - blocks.num_pending - len(self._bad)
+
+    @property
+    def num_evicted(self) -> int:
+        return self._blocks.evicted_blocks
+
+    def find(self, keys: list[bytes]) -> int:
+        num_held = self._blocks.match_prefix(keys)
+        if self._bad:
+            return next((i for i in range(num_held) if keys[i] in self._bad), num_held)
+        return num_held
+
+    def begin_store(self, keys: list[bytes]) -> Placement | None:
+        output = self._blocks.reserve(keys[::-1] if self._keeps_paths else keys)
+        if output is None:
+            return None
+        placed, slots = output.keys_to_store, self._slots(_block_ids(output.store_spec))
+        if self._bad:
+            self._bad.difference_update(output.evicted_keys)
+            again = [key for key in dict.fromkeys(keys) if key in self._bad and self._is_unused(key)]
+            placed, slots = placed + again, slots + self._pin(again)
+        first_seq = self.last_seq + 1
+        self.last_seq += len(placed)
+        return Placement(placed, slots, list(range(first_seq, self.last_seq + 1)), output.evicted_keys)
+
+    def end_store(self, keys: list[bytes], stored: list[bytes]) -> None:
+        again = [key for key in keys if key in self._bad] if self._bad else []
+        if again:
+            self._blocks.unpin(again)
+        if self._bad:
+            self._bad.difference_update(stored)
+        if len(stored) < len(keys):
+            written = set(stored)
+            self._blocks.abort([key for key in keys if key not in written])
+        self._blocks.commit(stored)
+
+    def begin_load(self, keys: list[bytes]) -> tuple[list[bytes], list[int], list[bytes]]:
+        held, missed = self._split_held(keys)
+        return held, self._pin(held), missed
+
+    def end_load(self, keys: list[bytes]) -> None:
+        self._blocks.unpin(keys)
+
+    def forget(self, lost: list[bytes], corrupt: Sequence[bytes] = ()) -> list[bytes]:
+        held = list(dict.fromkeys(self._split_held(lost)[0]))
+        self._bad.update(held)
+        return held
+
+    def touch(self, keys: list[bytes], req_context: ReqContext | None) -> list[int]:
+        self._blocks.touch(keys, req_context)
+        num_held = self.find(keys)
+        self.last_seq += num_held
+        return self._slots(np.array(self._blocks.locate(keys[:num_held]), np.int64))
+
+    def end_request(self, req_context: ReqContext) -> None:
+        self._blocks.end_request(req_context)
+
+    def announce(self, max_blocks: int) -> list[bytes]:
+        keys = [self._unannounced.popleft() for _ in range(min(len(self._unannounced), max_blocks))]
+        return self._split_held(keys)[0]
+
+    def _split_held(self, keys: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+        if self.find(keys) == len(keys):
+            return keys, []
+        held = {key for key, state in zip(keys, self._blocks.states(keys), strict=True) if state == _READY} - self._bad
+        return [key for key in keys if key in held], [key for key in keys if key not in held]
+
+    def _pin(self, keys: list[bytes]) -> list[int]:
+        return self._slots(_block_ids(self._blocks.pin(keys)))
+
+    def _is_unused(self, key: bytes) -> bool:
+        # A block that is being rewritten has a reference. Two writers of one slot would tear it.
+        block = self._blocks.policy.get(key)
+        return block is not None and block.ref_cnt == 0
+
+    def _slots(self, ids: npt.NDArray[np.int64]) -> list[int]:
+        slots: list[int] = (ids if self._slot_of is None else self._slot_of[ids]).tolist()
+        return slots
+
+
+class ExistenceQuery(Task):
+    """Asks a medium which keys it holds, as a task of an I/O thread."""
+
+    def __init__(self, catalog: RemoteCatalog, keys: list[bytes]) -> None:
+        self.keys = keys
+        self.is_held: list[bool] | None = None
+        self._catalog = catalog
+
+    def run(self) -> None:
+        """Ask the medium."""
+        answers = [bool(answer) for answer in self._catalog.begin_query(self)(self.keys)]
+        if len(answers) != len(self.keys):
+            raise ValueError(f"exists answered {len(answers)} of {len(self.keys)} keys")
+        self.is_held = answers
+
+    def end(self) -> None:
+        """Give the answers to the catalog that asked, which a reset may have replaced."""
+        self._catalog.end_query(self)
+
+
+class RemoteCatalog(Catalog):
+    """Asks a medium that keeps its own index, `max_query_keys` a call of `exists`, and remembers its answers.
+
+    `submit` hands a query to the I/O threads.
+    """
+
+    def __init__(
+        self,
+        existence: ExistenceCache,
+        exists: Callable[[list[bytes]], Sequence[bool]],
+        submit: Callable[[ExistenceQuery], None],
+        max_query_keys: int,
+    ) -> None:
+        self._existence = existence
+        self._exists = exists
+        self._submit = submit
+        self._max_query_keys = max_query_keys
+        self._bad: set[bytes] = set()
+        # The query that no thread has begun. The lock is held for a few instructions only.
+        self._waiting: ExistenceQuery | None = None
+        self._lock = Lock()
+
+    @property
+    def num_held(self) -> int:
+        return self._existence.num_held
+
+    def find(self, keys: list[bytes]) -> int | None:
+        now_s = time.monotonic()
+        if self._bad:
+            keys = keys[: next((i for i, key in enumerate(keys) if key in self._bad), len(keys))]
+        num_held, unknown, is_waiting = self._existence.count_held(keys, now_s)
+        for first in range(0, len(unknown), self._max_query_keys):
+            batch = unknown[first : first + self._max_query_keys]
+            self._existence.ask(batch, now_s)
+            self._ask(batch)
+        return None if unknown or is_waiting else num_held
+
+    def begin_store(self, keys: list[bytes]) -> Placement:
+        now_s = time.monotonic()
+        absent = [key for key in keys if key in self._bad or not self._existence.is_held(key, now_s)]
+        return Placement(absent, None, None, [])
+
+    def end_store(self, keys: list[bytes], stored: list[bytes]) -> None:
+        self._bad.difference_update(stored)
+        self._existence.learn(stored, True, time.monotonic())
+
+    def begin_load(self, keys: list[bytes]) -> tuple[list[bytes], None, list[bytes]]:
+        return [key for key in keys if key not in self._bad], None, [key for key in keys if key in self._bad]
+
+    def forget(self, lost: list[bytes], corrupt: Sequence[bytes] = ()) -> list[bytes]:
+        now_s = time.monotonic()
+        held = [key for key in lost if self._existence.is_held(key, now_s)]
+        self._existence.learn(lost, False, now_s)
+        self._bad.update(corrupt)
+        return held
+
+    def begin_query(self, query: ExistenceQuery) -> Callable[[list[bytes]], Sequence[bool]]:
+        """Add no more keys to a query, and return the function that answers it; an I/O thread calls this."""
+        with self._lock:
+            if self._waiting is query:
+                self._waiting = None
+        return self._exists
+
+    def end_query(self, query: ExistenceQuery) -> None:
+        """Remember the answers of a query."""
+        # What could not be asked counts as absent for a while, so that it is not asked at once again.
+        is_held = query.is_held or [False] * len(query.keys)
+        self._existence.answer(query.keys, is_held, time.monotonic())
+
+    def _ask(self, keys: list[bytes]) -> None:
+        # An engine may look up one key a call, so keys join a query that no thread has begun.
+        with self._lock:
+            query = self._waiting
+            if query is not None and len(query.keys) + len(keys) <= self._max_query_keys:
+                query.keys += keys
+                return
+            self._waiting = query = ExistenceQuery(self, keys)
+        self._submit(query)
+
+
+def _block_ids(spec: LoadStoreSpec) -> npt.NDArray[np.int64]:
+    return cast("BlockIDsLoadStoreSpec", spec).block_ids
