@@ -15,8 +15,7 @@ import kvcache
 project = "kvcache"
 author = "The kvcache founders"
 project_copyright = "the kvcache founders"
-release = kvcache.__version__
-version = release.partition("+")[0]
+version = release = kvcache.__version__
 
 extensions = [
     "myst_parser",

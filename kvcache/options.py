@@ -189,100 +189,107 @@ def option(parse: Parser, default: Any = MISSING, *, when: str, advanced: bool =
 class Options:
     """Base of a component's options: a dataclass whose fields are declared with `option`.
 
-    The parser, the check of unknown keys and the table in the documentation are generated from the fields.
+    Making one parses and checks its values, so an object is valid. The parser, the check of unknown
+    keys and the table in the documentation are generated from the fields.
     """
 
-    where: ClassVar[str] = "the options"
+    where: ClassVar[str] = ""
     """What errors call the mapping that a user wrote: ``"a disk tier"``."""
+
+    def __post_init__(self) -> None:
+        place = f" in {self.where}" if self.where else ""
+        for name, declared in self.declared().items():
+            object.__setattr__(self, name, _parsed(declared, getattr(self, name), place))
+        self.check_together(self.where)
 
     @classmethod
     def declared(cls) -> dict[str, Field[Any]]:
         """Return the fields that are options, by name."""
-        return {one.name: one for one in fields(cls) if "parse" in one.metadata}
+        return {field.name: field for field in fields(cls) if "parse" in field.metadata}
 
     @classmethod
     def keys(cls) -> frozenset[str]:
-        """Return the keys that `take` reads from the mapping that a user wrote."""
-        return frozenset(ADVANCED if one.metadata["advanced"] else name for name, one in cls.declared().items())
+        """Return the keys of the mapping that `parse` takes."""
+        return frozenset(ADVANCED if field.metadata["advanced"] else name for name, field in cls.declared().items())
 
     @classmethod
-    def take(cls, given: Mapping[str, Any], where: str = "") -> Self:
-        """Parse the options of `given` that this class declares, and ignore the `rest`; None counts as left out.
+    def parse(cls, given: Mapping[str, Any], where: str = "") -> Self:
+        """Parse the options as a user wrote them, advanced ones inside ``advanced``; None counts as left out.
 
-        OptionError names each option that is missing, invalid or not in its place. `where` is the name of `given` in
-        errors, in place of the class's own.
+        OptionError names each option that is missing, invalid, unknown or not in its place. `where` is the name of
+        `given` in errors, in place of the class's own.
         """
-        where = where or cls.where
+        where = where or cls.where or "the options"
         inside = _advanced_of(given, where)
+        declared = cls.declared()
 
-        def parse(one: Field[Any]) -> Any:
-            home, other = (inside, given) if one.metadata["advanced"] else (given, inside)
-            if other.get(one.name) is not None:
+        def value_of(name: str, field: Field[Any]) -> Any:
+            home, other = (inside, given) if field.metadata["advanced"] else (given, inside)
+            if other.get(name) is not None:
                 place = f"inside {ADVANCED!r}" if home is inside else f"beside {ADVANCED!r}"
-                raise ValueError(f"{one.name} in {where} must be written {place}, got {other[one.name]!r}")
-            if home.get(one.name) is not None:
-                return one.metadata["parse"](f"{one.name} in {where}", home[one.name])
-            if one.default is MISSING:
-                raise ValueError(f"{where} needs {one.name!r}, got {without_secrets(given)!r}")
-            return one.default
+                raise ValueError(f"{name} in {where} must be written {place}, got {other[name]!r}")
+            if home.get(name) is None and field.default is MISSING:
+                raise ValueError(f"{where} needs {name!r}, got {without_secrets(given)!r}")
+            return _parsed(field, home.get(name), f" in {where}")
 
-        declared = cls.declared()
-        parsed = run_all([partial(parse, one) for one in declared.values()])
-        return cls(**dict(zip(declared, parsed, strict=True)))
+        def refuse_unknown() -> None:
+            if unknown := name_unknown([*(name for name in given if name != ADVANCED), *inside], declared):
+                raise ValueError(f"unknown options of {where}: {unknown}; known ones: {', '.join(declared) or 'none'}")
 
-    @classmethod
-    def rest(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `given` without the options that this class declares."""
-        declared = cls.declared()
-        rest = {name: value for name, value in given.items() if name not in declared and name != ADVANCED}
-        inside = {name: value for name, value in _advanced_of(given, cls.where).items() if name not in declared}
-        return {**rest, ADVANCED: inside} if inside else rest
+        values = run_all([*(partial(value_of, *item) for item in declared.items()), refuse_unknown])
+        # The constructor would parse again, and name another place in errors.
+        options = object.__new__(cls)
+        for name, value in zip(declared, values, strict=False):
+            object.__setattr__(options, name, value)
+        options.check_together(where)
+        return options
 
     @classmethod
-    def read(cls, given: Mapping[str, Any], where: str = "") -> Self:
-        """Parse `given` like `take`, and refuse keys that this class does not declare."""
-        values, _ = run_all((partial(cls.take, given, where), partial(cls.refuse_unknown, given, where)))
-        found: Self = values
-        return found
+    def parse_part(cls, given: Mapping[str, Any], where: str = "") -> Self:
+        """Parse the options of this class in the mapping of an engine, which may hold keys of other components."""
+        names = {*cls.declared(), *cls.keys()}
+        return cls.parse({name: value for name, value in given.items() if name in names}, where)
 
-    @classmethod
-    def of(cls, **given: Any) -> Self:
-        """Parse options given as keyword arguments; advanced ones stand beside the others."""
-        declared = cls.declared()
-        chosen = {
-            name: value for name, value in given.items() if name not in declared or value != declared[name].default
-        }
-        inside = {
-            name: chosen.pop(name) for name in [*chosen] if name in declared and declared[name].metadata["advanced"]
-        }
-        return cls.read({**chosen, ADVANCED: inside})
-
-    @classmethod
-    def refuse_unknown(cls, given: Mapping[str, Any], where: str = "") -> None:
-        """Raise ValueError if `given` holds keys that this class does not declare."""
-        names = [*(name for name in given if name != ADVANCED), *_advanced_of(given, where or cls.where)]
-        if unknown := name_unknown(names, cls.declared()):
-            known = ", ".join(cls.declared()) or "none"
-            raise ValueError(f"unknown options of {where or cls.where}: {unknown}; known ones: {known}")
+    def check_together(self, where: str) -> None:
+        """Raise ValueError if options do not fit each other; called once all of them are valid."""
 
     def arguments(self, *left_out: str) -> dict[str, Any]:
         """Return the options by name, without those in `left_out`."""
         return {name: getattr(self, name) for name in self.declared() if name not in left_out}
 
+    def describe(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, without secrets."""
+        defaults = {name: field.default for name, field in self.declared().items()}
+        shown: dict[str, Any] = without_secrets(
+            {name: value for name, value in self.arguments().items() if value != defaults.get(name, MISSING)}
+        )
+        return {name: value.describe() if isinstance(value, Component) else value for name, value in shown.items()}
+
     @classmethod
     def as_markdown(cls) -> str:
         """Return a table of the options: name, kind of value, default, and when to set it."""
         lines = ["| option | value | default | set it when |", "|---|---|---|---|"]
-        for name, one in cls.declared().items():
-            kind = one.metadata["parse"].__name__
+        for name, declared in cls.declared().items():
+            kind = declared.metadata["parse"].__name__
             for prefix in ("_", "parse_", "check_"):
                 kind = kind.removeprefix(prefix)
             if not kind.startswith("`"):
                 kind = kind.replace("_", " ")
-            default = "required" if one.default is MISSING else f"`{json.dumps(one.default)}`"
-            shown = f"`{ADVANCED}.{name}`" if one.metadata["advanced"] else f"`{name}`"
-            lines.append(f"| {shown} | {kind} | {'' if one.default is None else default} | {one.metadata['when']} |")
+            default = "required" if declared.default is MISSING else f"`{json.dumps(declared.default)}`"
+            shown = f"`{ADVANCED}.{name}`" if declared.metadata["advanced"] else f"`{name}`"
+            when = declared.metadata["when"]
+            lines.append(f"| {shown} | {kind} | {'' if declared.default is None else default} | {when} |")
         return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class GivenOptions(Options):
+    """The mapping that a user wrote, of a class that parses it itself or takes all keys."""
+
+    given: Mapping[str, Any]
+
+    def arguments(self, *left_out: str) -> dict[str, Any]:
+        return {name: value for name, value in self.given.items() if name not in left_out}
 
 
 class Configurable:
@@ -291,41 +298,31 @@ class Configurable:
     Attributes
     ----------
     options_type : type of Options or None
-        Of the class: the options that `from_config` reads; None: it passes on all keys as they are.
-    context_names : tuple of str
-        Of the class: names of the arguments that `from_config` takes beside the options; without names they are
-        passed on by position.
+        Of the class: the options that users write beside ``type``; None: the constructor gets all keys as they are.
     """
 
     options_type: ClassVar[type[Options] | None] = None
-    context_names: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check `options` as `from_config` does, without opening anything; by default with `options_type`.
-
-        Raises
-        ------
-        ValueError
-            An option is missing, unknown or invalid.
-        """
-        if cls.options_type is not None:
-            cls.options_type.read(options)
-
-    @classmethod
-    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        """Return why an instance with these checked `options` cannot be opened now, or "". May wait; opens nothing."""
-        return ""
-
-    @classmethod
-    def from_config(cls, options: Mapping[str, Any], *context: Any, **named: Any) -> Self:
-        """Make an instance of the parsed options and its context.
+    def unavailable_reason(cls, options: Any) -> str:
+        """Return why an instance with these options cannot be opened now, or "". May wait; opens nothing.
 
         Parameters
         ----------
-        options : mapping
-            The entry of the configuration without ``type`` and what the manager itself reads.
-        *context, **named
+        options : Options or mapping
+            What `make` takes; what `from_config` takes if the class has its own.
+        """
+        return ""
+
+    @classmethod
+    def make(cls, options: Any, *context: Any) -> Self:
+        """Make an instance of its parsed options and its context.
+
+        Parameters
+        ----------
+        options : Options
+            An object of `options_type`. The constructor gets its `arguments`.
+        *context
             For a tier, `host_blocks` (the pool, uint8 or int8, shape (num_blocks, block_bytes)) and `fingerprint` (a
             mapping that identifies the model and the geometry of the blocks). For a codec, the bytes of a block; 0: not
             known yet, only the options are checked. For an exporter, the `Telemetry` to report.
@@ -338,13 +335,86 @@ class Configurable:
         Raises
         ------
         ValueError
-            An option is missing, unknown or invalid, or does not fit the context.
+            An option does not fit the context.
         OSError
             An exporter's address is in use, or cannot be opened.
         """
-        given = options if cls.options_type is None else cls.options_type.read(options).arguments()
-        named |= dict(zip(cls.context_names, context, strict=False))
-        return cls(*context[len(cls.context_names) :], **named, **given)
+        return cls(*context, **options.arguments())
+
+    @classmethod
+    def from_config(cls, options: Mapping[str, Any], *context: Any, **named: Any) -> Self:
+        """Make an instance of the options as a user wrote them, without ``type`` and what the manager itself reads.
+
+        A class that must parse its options itself overrides it; `make` is not called then.
+
+        Raises
+        ------
+        ValueError
+            An option is missing, unknown or invalid, or does not fit the context.
+        """
+        parsed = GivenOptions(options) if cls.options_type is None else cls.options_type.parse(options)
+        return cls.make(parsed, *context, **named)
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A component that a configuration names: its class and its parsed options."""
+
+    cls: Any
+    options: Options
+
+    @classmethod
+    def parse(cls, component: type[Configurable], given: Mapping[str, Any]) -> Component:
+        """Parse the options of a component, `given` without its ``type``."""
+        options = GivenOptions(given) if component.options_type is None else component.options_type.parse(given)
+        # A class with its own `from_config` gets what the user wrote.
+        is_own = component.from_config.__qualname__ != Configurable.from_config.__qualname__
+        return cls(component, GivenOptions(given) if is_own else options)
+
+    def make(self, *context: Any) -> Any:
+        """Make the component; see `Configurable.make`."""
+        if isinstance(self.options, GivenOptions):
+            return self.cls.from_config(self.options.given, *context)
+        return self.cls.make(self.options, *context)
+
+    def unavailable_reason(self) -> str:
+        """Return why the component cannot be opened now, or ""."""
+        options = self.options.given if isinstance(self.options, GivenOptions) else self.options
+        reason: str = self.cls.unavailable_reason(options)
+        return reason
+
+    def describe(self) -> dict[str, Any]:
+        """Return the class and the options that differ from their defaults, without secrets."""
+        return {"type": self.cls.__name__, **self.options.describe()}
+
+
+def split(given: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of `given` with these names, and the others; those inside ``advanced`` stay inside.
+
+    >>> split({"path": "kv", "advanced": {"pause_s": 2}}, ["pause_s"])
+    ({'advanced': {'pause_s': 2}}, {'path': 'kv'})
+    """
+    parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for name, value in given.items():
+        if name != ADVANCED:
+            parts[name not in names][name] = value
+        elif isinstance(value, Mapping):
+            for inner, option_value in value.items():
+                parts[inner not in names].setdefault(ADVANCED, {})[inner] = option_value
+        elif value is not None:
+            # Whichever class parses the first part refuses it.
+            parts[0][ADVANCED] = value
+    return parts
+
+
+def _parsed(field: Field[Any], value: Any, place: str) -> Any:
+    default = field.default
+    # A default need not be what its parser accepts, as "" of a text.
+    if value is None or (value == default and type(value) is type(default)):
+        if default is MISSING:
+            raise ValueError(f"{field.name}{place} is missing, got None")
+        return default
+    return field.metadata["parse"](f"{field.name}{place}", value)
 
 
 def _advanced_of(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:

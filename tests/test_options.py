@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 
 from kvcache.options import (
+    Component,
     Configurable,
     OptionError,
     Options,
@@ -28,8 +30,9 @@ from kvcache.options import (
     parse_size,
     parse_text,
     parse_threads,
+    split,
 )
-from kvcache.tiers.disk.tier import DiskOptions
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 
 def name_of(value: Any) -> str:
@@ -131,18 +134,17 @@ class Example(Options):
     num_threads: int = option(parse_count, 2, when="one is not enough", advanced=True)
 
 
-def test_options_take_parses_declared_keys_and_ignores_others() -> None:
-    given = {"memory": "1k", "deadline_s": None, "colour": "red", "advanced": {"num_threads": 3, "x": 1}}
-    assert Example.take(given) == Example(1024, 5.0, 3)
-    assert Example.rest(given) == {"colour": "red", "advanced": {"x": 1}}
+def test_options_parse_reads_declared_keys() -> None:
+    given = {"memory": "1k", "deadline_s": None, "advanced": {"num_threads": 3}}
+    assert Example.parse(given) == Example(1024, 5.0, 3)
     assert Example.keys() == {"memory", "deadline_s", "advanced"}
     assert Example(1).arguments("memory") == {"deadline_s": 5.0, "num_threads": 2}
 
 
-def test_options_read_reports_every_fault_at_once() -> None:
+def test_options_parse_reports_every_fault() -> None:
     given = {"deadline_s": "soon", "memroy": 1, "num_threads": 3, "advanced": {"deadline_s": 1, "y": 1}}
     with pytest.raises(OptionError) as caught:
-        Example.read(given)
+        Example.parse(given)
     expected = (
         "an example needs 'memory', got ",
         "deadline_s in an example must be written beside 'advanced', got 1",
@@ -152,7 +154,26 @@ def test_options_read_reports_every_fault_at_once() -> None:
     for problem, start in zip(caught.value.problems, expected, strict=True):
         assert problem.startswith(start)
     with pytest.raises(ValueError, match="advanced in an example must be a dict of options, got 5"):
-        Example.read({"memory": 1, "advanced": 5})
+        Example.parse({"memory": 1, "advanced": 5})
+
+
+def test_options_constructor_parses_and_checks() -> None:
+    assert Example("1k", None, "4") == Example.parse({"memory": 1024, "advanced": {"num_threads": 4}})
+    assert replace(Example("1k"), deadline_s="2s") == Example(1024, 2.0)
+    assert DiskOptions(path="kv", capacity="1GiB", num_threads=2, codec=None).capacity == 1 << 30
+    for arguments, message in (
+        ((None,), "memory in an example is missing, got None"),
+        (("1k", "soon"), "deadline_s in an example must be a number of seconds"),
+        (("1k", 1, True), "num_threads in an example must be a whole number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Example(*arguments)
+
+
+def test_split_parts_options_by_name() -> None:
+    given = {"a": 1, "b": 2, "advanced": {"c": 3, "d": 4}}
+    assert split(given, ["a", "c"]) == ({"a": 1, "advanced": {"c": 3}}, {"b": 2, "advanced": {"d": 4}})
+    assert split({"advanced": 5, "b": 2}, ["a"]) == ({"advanced": 5}, {"b": 2})
 
 
 def test_options_as_markdown_lists_value_default_and_reason() -> None:
@@ -170,27 +191,60 @@ def test_unknown_keys_are_named_with_what_they_resemble() -> None:
     assert name_unknown({"tiers": []}, {"tiers"}) == ""
 
 
-def test_options_of_arguments_takes_advanced_ones_beside_the_others() -> None:
-    assert DiskOptions.of(path="kv", capacity="1GiB", num_threads=2, codec=None).num_threads == 2
-    with pytest.raises(ValueError, match=r"num_treads .did you mean 'num_threads'"):
-        DiskOptions.of(path="kv", capacity="1GiB", num_treads=2)
-
-
 class Plain(Configurable):
-    def __init__(self, *context: Any, **given: Any) -> None:
-        self.found = context, given
+    def __init__(self, *context: Any, **options: Any) -> None:
+        self.arguments = context, options
+
+    @classmethod
+    def unavailable_reason(cls, options: Any) -> str:
+        return f"not with {options!r}"
 
 
 class Parsed(Plain):
     options_type = Example
-    context_names = ("host", "rank")
 
 
-def test_configurable_from_config_passes_options_and_context() -> None:
-    assert Plain.from_config({"colour": "red"}, 7).found == ((7,), {"colour": "red"})
-    parsed = {"memory": 1024, "deadline_s": 5.0, "num_threads": 2, "host": "h", "rank": 3}
-    assert Parsed.from_config({"memory": "1KiB"}, "h", 3).found == ((), parsed)
-    assert Parsed.from_config({"memory": "1KiB"}, host="h", rank=3).found == ((), parsed)
-    for call in (Parsed.check_options, Parsed.from_config):
+class Own(Parsed):
+    """A plug-in that parses its options itself."""
+
+    @classmethod
+    def from_config(cls, options: Mapping[str, Any], *context: Any, **named: Any) -> Own:
+        made = super().from_config(options, *context)
+        made.arguments[1]["given"] = options
+        return made
+
+
+def test_component_makes_instances_of_parsed_options() -> None:
+    example = {"memory": 1024, "deadline_s": 5.0, "num_threads": 2}
+    for component, given, expected in (
+        (Plain, {"colour": "red"}, {"colour": "red"}),
+        (Parsed, {"memory": "1KiB"}, example),
+        (Own, {"memory": "1KiB"}, {**example, "given": {"memory": "1KiB"}}),
+    ):
+        assert Component.parse(component, given).make(7).arguments == ((7,), expected)
+        assert component.from_config(given, 7).arguments == ((7,), expected)
+    for component in (Parsed, Own):
         with pytest.raises(ValueError, match="unknown options of an example: memroy"):
-            call({"memory": 1, "memroy": 2})
+            Component.parse(component, {"memory": 1, "memroy": 2})
+
+
+def test_component_asks_its_class_for_reasons() -> None:
+    assert Component.parse(Parsed, {"memory": "1k"}).unavailable_reason() == f"not with {Example(1024)!r}"
+    assert Component.parse(Own, {"memory": "1k"}).unavailable_reason() == "not with {'memory': '1k'}"
+
+
+def test_component_description_hides_secrets() -> None:
+    codec = {"type": "kvcache.tiers.codecs.zstd:ZstdCodec", "level": 3}
+    pytest.importorskip("zstandard")
+    given = {"path": "kv", "capacity": "1k", "read_only": False, "codec": codec}
+    assert Component.parse(DiskTier, given).describe() == {
+        "type": "DiskTier",
+        "path": "kv",
+        "capacity": 1024,
+        "codec": {"type": "ZstdCodec", "level": 3},
+    }
+    assert Component.parse(Plain, {"password": "x", "db": 1}).describe() == {
+        "type": "Plain",
+        "password": "***",
+        "db": 1,
+    }

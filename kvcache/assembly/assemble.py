@@ -21,7 +21,7 @@ from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.pool import MAX_BLOCKS
 from kvcache.control.telemetry import Exporter, JobTracer, Telemetry
 from kvcache.options import (
-    ADVANCED,
+    Component,
     Options,
     count_from,
     option,
@@ -35,6 +35,7 @@ from kvcache.options import (
     parse_text,
     parse_threads,
     run_all,
+    split,
     without_secrets,
 )
 from kvcache.recorder.recorder import DEFAULT_MAX_BYTES, Recorder
@@ -54,35 +55,32 @@ _NEED_TIERS = ("lookup_deadline_s", "pool_folder", "pool_path", "prefill_tokens_
 
 
 @dataclass(frozen=True, slots=True)
-class TierSettings:
-    """One entry of ``tiers``: the tier's class, how the manager uses it, and the tier's own options."""
+class TierSettings(Component):
+    """One entry of ``tiers``: the tier's class, its own options, and how the manager uses it."""
 
-    tier: type[Tier]
     config: TierConfig
-    options: dict[str, Any]
+
+    def describe(self) -> dict[str, Any]:
+        own = Component.describe(self)
+        return {"type": own.pop("type"), **asdict(self.config), **own}
 
 
-@dataclass(frozen=True, slots=True)
-class ExporterSettings:
-    """One entry of ``exporters``: the exporter's class and its options."""
-
-    exporter: type[Exporter]
-    options: dict[str, Any]
-
-
-def _parse_tiers(name: str, given: Any) -> tuple[TierSettings, ...]:
-    if not isinstance(given, list | tuple) or not given or not all(isinstance(entry, Mapping) for entry in given):
-        raise ValueError(f"{name} must be a list of dicts, at least one, got {without_secrets(given)!r}")
-    return tuple(run_all(partial(parse_tier, entry) for entry in given))
+def _parse_tiers(name: str, value: Any) -> tuple[TierSettings, ...]:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    if not is_list or not all(isinstance(entry, Mapping | TierSettings) for entry in value):
+        raise ValueError(f"{name} must be a list of dicts, at least one, got {without_secrets(value)!r}")
+    return tuple(run_all(partial(parse_tier, entry) for entry in value))
 
 
-def parse_tier(entry: Mapping[str, Any]) -> TierSettings:
+def parse_tier(entry: Mapping[str, Any] | TierSettings) -> TierSettings:
     """Parse an entry of ``tiers``: its ``type`` (a name, a class or a path), the options of `TierConfig`, its own."""
+    if isinstance(entry, TierSettings):
+        return entry
     tier, options = _class_of(entry, TIERS, "a tier")
-    own = TierConfig.rest(options)
+    of_manager, of_tier = split(options, TierConfig.declared())
     where = f"tier {entry['type']!r}"
-    config, _ = run_all((partial(TierConfig.take, options, where), partial(tier.check_options, own)))
-    return TierSettings(tier, config, own)
+    config, component = run_all((partial(TierConfig.parse, of_manager, where), partial(Component.parse, tier, of_tier)))
+    return TierSettings(tier, component.options, config)
 
 
 def _class_of(entry: Mapping[str, Any], registry: Registry, kind: str) -> tuple[Any, dict[str, Any]]:
@@ -93,17 +91,17 @@ def _class_of(entry: Mapping[str, Any], registry: Registry, kind: str) -> tuple[
     return registry.resolve(options.pop("type")), options
 
 
-def _parse_exporters(name: str, given: Any) -> tuple[ExporterSettings, ...]:
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"{name} must be a list of names or dicts, got {given!r}")
-    return tuple(run_all(partial(_parse_exporter, entry) for entry in given))
+def _parse_exporters(name: str, value: Any) -> tuple[Component, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} must be a list of names or dicts, got {value!r}")
+    return tuple(run_all(partial(_parse_exporter, entry) for entry in value))
 
 
-def _parse_exporter(entry: Any) -> ExporterSettings:
+def _parse_exporter(entry: Any) -> Component:
+    if isinstance(entry, Component):
+        return entry
     entry = entry if isinstance(entry, Mapping) else {"type": entry}
-    exporter, options = _class_of(entry, EXPORTERS, "an exporter")
-    exporter.check_options(options)
-    return ExporterSettings(exporter, options)
+    return Component.parse(*_class_of(entry, EXPORTERS, "an exporter"))
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class OffloadSettings(Options):
         parse_flag_or_count, False, when="you want to know the hits of other capacities and policies on live traffic"
     )
     enable_events: bool = option(parse_flag, False, when="your engine calls `take_events`")
-    exporters: tuple[ExporterSettings, ...] = option(
+    exporters: tuple[Component, ...] = option(
         _parse_exporters, (), when="metrics, spans, events or `kvcache top` are to show this engine"
     )
     record: str | None = option(
@@ -169,17 +167,11 @@ class OffloadSettings(Options):
         parse_text, None, when="with tiers: manager and workers must agree on the file of the pool", advanced=True
     )
 
-    @classmethod
-    def read(cls, given: Mapping[str, Any], where: str = "") -> OffloadSettings:
-        """Parse the options of `given` and ignore other keys; an option of tiers without ``tiers`` is an error, too."""
-        inside = {ADVANCED: given.get(ADVANCED)}
-        settings: OffloadSettings
-        settings, _ = run_all((partial(cls.take, given, where), partial(cls.refuse_unknown, inside, where)))
-        declared = cls.declared()
-        useless = [name for name in _NEED_TIERS if getattr(settings, name) != declared[name].default]
-        if useless and not settings.tiers:
-            raise ValueError(f"{', '.join(useless)} in {where or cls.where} need 'tiers'")
-        return settings
+    def check_together(self, where: str) -> None:
+        declared = self.declared()
+        useless = [name for name in _NEED_TIERS if getattr(self, name) != declared[name].default]
+        if useless and not self.tiers:
+            raise ValueError(f"{', '.join(useless)} in {where} need 'tiers'")
 
     @property
     def manager_options(self) -> dict[str, Any]:
@@ -192,11 +184,9 @@ class OffloadSettings(Options):
         return {
             "cache_policy": self.cache_policy if isinstance(self.cache_policy, str) else self.cache_policy.__name__,
             **without_secrets(self.manager_options),
-            "tiers": [
-                {"type": one.tier.__name__, **asdict(one.config), **without_secrets(one.options)} for one in self.tiers
-            ],
+            "tiers": [tier.describe() for tier in self.tiers],
             **({"lookup_deadline_s": self.lookup_deadline_s} if self.tiers else {}),
-            "exporters": [{"type": one.exporter.__name__, **without_secrets(one.options)} for one in self.exporters],
+            "exporters": [exporter.describe() for exporter in self.exporters],
             **({"record": self.record} if self.record else {}),
         }
 
@@ -229,19 +219,20 @@ class OffloadSettings(Options):
 
 def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:
     """Open the exporters of the settings. One that cannot be opened is logged, and the engine runs without it."""
-    for one in settings.exporters:
+    for component in settings.exporters:
+        name = component.cls.__name__
         try:
-            exporter = one.exporter.from_config(one.options, telemetry)
+            exporter: Exporter = component.make(telemetry)
         except (OSError, ImportError, ValueError) as error:
-            _LOG.error("exporter %s is not available: %s", one.exporter.__name__, error)
+            _LOG.error("exporter %s is not available: %s", name, error)
             continue
         telemetry.exporters.append(exporter)
-        _LOG.info("%s answers at %s", one.exporter.__name__, exporter.address)
+        _LOG.info("%s answers at %s", name, exporter.address)
 
 
 def trace_worker(settings: OffloadSettings, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
     """Open the exporters that trace single jobs over a worker's copies; the worker's `shutdown` closes them."""
-    tracers = tuple(one for one in settings.exporters if issubclass(one.exporter, JobTracer))
+    tracers = tuple(component for component in settings.exporters if issubclass(component.cls, JobTracer))
     if not tracers:
         return
     telemetry = Telemetry(None, labels=labels)
@@ -261,7 +252,7 @@ def open_tiers(
     with ExitStack() as undo:
         opened = []
         for settings in tiers:
-            tier = settings.tier.from_config(settings.options, host_blocks, fingerprint)
+            tier = settings.make(host_blocks, fingerprint)
             undo.callback(tier.shutdown)
             opened.append((tier, settings.config))
         undo.pop_all()
@@ -300,7 +291,7 @@ def open_manager(
     """
     set_up_log()
     events = settings.enable_events if enable_events is None else enable_events
-    if takers := [one.exporter.__name__ for one in settings.exporters if one.exporter.needs_events]:
+    if takers := [one.cls.__name__ for one in settings.exporters if one.cls.needs_events]:
         if enable_events:
             raise ValueError(f"the engine itself takes the manager's events; remove the exporter {takers[0]}")
         events = True

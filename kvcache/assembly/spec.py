@@ -183,7 +183,7 @@ class OffloadingSpec(ABC):
                     f"the device block size of group {i}, {config.groups[i].block_size} tokens on each of {spread} "
                     f"context-parallel ranks, must be a multiple of hash_block_size {self.hash_block_size}"
                 )
-        options = SpecOptions.take(self.extra_config)
+        options = SpecOptions.parse_part(self.extra_config)
         self.block_size_factor = self._factor(options.block_size)
         self.offload_prompt_only = options.offload_prompt_only
 
@@ -314,7 +314,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         trace_worker(self.settings, worker, labels)
 
     def _read_settings(self) -> OffloadSettings:
-        return OffloadSettings.read({**self.extra_config, "tiers": None})
+        return OffloadSettings.parse_part({**self.extra_config, "tiers": None})
 
     def rank_bytes(self) -> int:
         """Return the bytes of an offloaded block on one worker, or 0 if the config has no refs."""
@@ -395,7 +395,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             raise ValueError("tiers in extra_config must be a list of dicts, got None")
         if not self.rank_bytes():
             raise ValueError("tiers need the refs of every group, because they hold the size of a block")
-        return OffloadSettings.read(self.extra_config)
+        return OffloadSettings.parse_part(self.extra_config)
 
     def _make_manager(self) -> OffloadingManager:
         block_bytes = self._part_bytes * self.config.world_size

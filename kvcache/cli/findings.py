@@ -16,11 +16,11 @@ from typing import Any
 
 import typer
 
-from kvcache.assembly.assemble import ExporterSettings, OffloadSettings, TierSettings
+from kvcache.assembly.assemble import OffloadSettings, TierSettings
 from kvcache.assembly.spec import SpecOptions
 from kvcache.integrations.vllm import settings as vllm
 from kvcache.integrations.vllm.releases import describe_release
-from kvcache.options import OptionError, format_size, name_unknown, parse_size
+from kvcache.options import Component, OptionError, format_size, name_unknown, parse_size
 from kvcache.tiering.controller import TierConfig
 
 _WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
@@ -46,11 +46,7 @@ def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | Non
         return check_config(given, block_bytes=num_bytes, world_size=workers)
     faults = [fault for fault in (vllm.connector_fault(transfer), vllm.spec_fault(given)) if fault]
     findings = [Finding("error", "connector", f"vLLM would not use kvcache: {fault}") for fault in faults]
-    num_copies = 1 if vllm.shares_one_copy(given, is_latent) else workers
-    findings += check_config(given, block_bytes=num_bytes, world_size=num_copies, is_vllm=True)
-    if all(one.level != "error" or one.subject != "options" for one in findings):
-        text = vllm.describe_data_plane(given, num_bytes, workers, is_latent)
-        findings.append(Finding("ok", "data plane", text))
+    findings += check_config(given, block_bytes=num_bytes, world_size=workers, is_vllm=True, is_latent=is_latent)
     findings.append(Finding(*describe_release("eviction_policy" in given)))
     if has_events and not given.get(vllm.SELF_DESCRIBING):
         findings.append(Finding("warning", "events", vllm.UNDESCRIBED))
@@ -60,13 +56,19 @@ def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | Non
 
 
 def check_config(
-    given: Mapping[str, Any], *, block_bytes: int = 0, world_size: int = 1, is_vllm: bool = False
+    given: Mapping[str, Any],
+    *,
+    block_bytes: int = 0,
+    world_size: int = 1,
+    is_vllm: bool = False,
+    is_latent: bool | None = None,
 ) -> list[Finding]:
     """Check a configuration: list its faults, and the resources of this machine that it would use.
 
     Faults are findings, not exceptions. Nothing is created; shared stores are connected to, and wait for their
     ``timeout_s`` at most. `block_bytes` are those of an offloaded block on one of `world_size` workers; if they are 0,
-    sizes are not checked. If `is_vllm`, the adapter of vLLM reads `given`, otherwise a built-in spec.
+    sizes are not checked. If `is_vllm`, the adapter of vLLM reads `given`, otherwise a built-in spec. `is_latent`: all
+    workers hold the same bytes.
     """
     findings = []
     where = vllm.WHERE if is_vllm else "extra_config"
@@ -74,11 +76,17 @@ def check_config(
         findings.append(Finding("warning", "options", f"unknown keys of {where}: {unknown}"))
     if not is_vllm:
         findings += _check_spec(given)
+    placement: vllm.Placement | None = None
     try:
-        settings = vllm.read_config(given) if is_vllm else OffloadSettings.read(given)
+        if is_vllm:
+            placement = vllm.read_config(given)
+        settings = OffloadSettings.parse_part(given) if placement is None else placement.settings
     except ValueError as error:
-        # Both readers name an invalid `advanced`.
-        return [*dict.fromkeys([*findings, *_faults(error)])]
+        return [*findings, *_faults(error)]
+    if placement is not None:
+        data_plane = placement.describe_copies(block_bytes, world_size, is_latent)
+        world_size = 1 if placement.shares_one_copy(is_latent) else world_size
+    policy = settings.cache_policy if placement is None else placement.policy
     pool_bytes = 0
     try:
         num_blocks = settings.num_blocks(block_bytes, world_size, where)
@@ -90,18 +98,20 @@ def check_config(
             Finding(
                 "ok",
                 "pool",
-                f"{format_size(pool_bytes)}, policy {settings.cache_policy}; a block's size is not given (--model)",
+                f"{format_size(pool_bytes)}, policy {policy}; a block's size is not given (--model)",
             )
         )
     else:
         pool_bytes = num_blocks * block_bytes * world_size
         size = f" of {format_size(block_bytes * world_size)}, {format_size(pool_bytes)} in all" if block_bytes else ""
-        findings.append(Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {settings.cache_policy}"))
+        findings.append(Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {policy}"))
     if pool_bytes:
         findings += _check_memory(pool_bytes, settings)
     findings += [_check_exporter(one) for one in settings.exporters]
     for tier in settings.tiers:
         findings += _check_tier(tier, block_bytes * world_size)
+    if placement is not None:
+        findings.append(Finding("ok", "data plane", data_plane))
     return findings
 
 
@@ -132,7 +142,7 @@ def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, boo
 
 def _check_spec(given: Mapping[str, Any]) -> list[Finding]:
     try:
-        spec = SpecOptions.take(given)
+        spec = SpecOptions.parse_part(given)
     except ValueError as error:
         return _faults(error)
     is_wrong = spec.spec_name == "cpu" and given.get("tiers") is not None
@@ -165,19 +175,20 @@ def _check_memory(pool_bytes: int, settings: OffloadSettings) -> Iterator[Findin
 
 
 def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
-    subject = f"tier {tier.tier.__name__}"
-    if reason := tier.tier.unavailable_reason(tier.options):
+    subject = f"tier {tier.cls.__name__}"
+    if reason := tier.unavailable_reason():
         yield Finding("error", subject, reason)
     else:
         text = f"jobs of at most {tier.config.deadline_s:g} s"
         if tier.config.write_policy != TierConfig.write_policy:
             text = f"written by {tier.config.write_policy}, {text}"
         yield Finding("ok", subject, text)
-    if "path" not in tier.options or "capacity" not in tier.options:
+    options = tier.options.arguments()
+    if "path" not in options or "capacity" not in options:
         # Only a tier that names a directory and a capacity keeps its blocks on this machine.
         return
-    path = Path(tier.options["path"])
-    capacity_bytes = parse_size("capacity", tier.options["capacity"])
+    path = Path(options["path"])
+    capacity_bytes = parse_size("capacity", options["capacity"])
     if block_bytes and capacity_bytes < block_bytes:
         text = f"capacity {format_size(capacity_bytes)} is less than one block of {format_size(block_bytes)}"
         yield Finding("error", subject, text)
@@ -195,9 +206,9 @@ def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
     yield _room(subject, path, max(0, capacity_bytes - used_bytes))
 
 
-def _check_exporter(one: ExporterSettings) -> Finding:
-    subject = f"exporter {one.exporter.__name__}"
-    reason = one.exporter.unavailable_reason(one.options)
+def _check_exporter(exporter: Component) -> Finding:
+    subject = f"exporter {exporter.cls.__name__}"
+    reason = exporter.unavailable_reason()
     # The engine starts without the exporter, so this is not an error.
     return Finding("warning", subject, reason) if reason else Finding("ok", subject, "can be opened")
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvcache.assembly.assemble import OffloadSettings
 from kvcache.cli.findings import Finding
 from kvcache.integrations.vllm import settings as vllm
 from kvcache.options import OptionError, format_size, parse_size
@@ -100,25 +99,27 @@ def _check_workload(workload: Mapping[str, Any], manifest: _Manifest) -> Iterato
             continue
         subject = f"{name}, {container['name']}"
         try:
-            settings, folder, unknown = _settings(text)
+            placement, folder, unknown = _placement(text)
         except ValueError as error:
             problems = error.problems if isinstance(error, OptionError) else [str(error)]
             yield from (Finding("error", subject, problem) for problem in problems)
             continue
         if unknown:
             yield Finding("warning", subject, f"unknown keys of {vllm.WHERE}: {unknown}")
+        settings = placement.settings
         pool_bytes = settings.cpu_bytes_to_use or 0
-        yield Finding("ok", subject, f"a pool of {format_size(pool_bytes)}, policy {settings.cache_policy}")
+        yield Finding("ok", subject, f"a pool of {format_size(pool_bytes)}, policy {placement.policy}")
         yield _check_limit(f"{subject}: memory", container, pool_bytes)
         yield _check_memlock(f"{subject}: pinned memory", container, pool_bytes)
         if settings.tiers:
             yield _check_shm(f"{subject}: shared memory", _volume(folder, container, workload), folder, pool_bytes)
         for tier in settings.tiers:
-            if "path" in tier.options and "capacity" in tier.options:
-                capacity_bytes = parse_size("capacity", tier.options["capacity"])
-                volume = _volume(tier.options["path"], container, workload)
-                tier_subject = f"{subject}: tier {tier.tier.__name__}"
-                yield _check_tier(tier_subject, volume, tier.options["path"], capacity_bytes, manifest)
+            options = tier.options.arguments()
+            if "path" in options and "capacity" in options:
+                capacity_bytes = parse_size("capacity", options["capacity"])
+                volume = _volume(options["path"], container, workload)
+                tier_subject = f"{subject}: tier {tier.cls.__name__}"
+                yield _check_tier(tier_subject, volume, options["path"], capacity_bytes, manifest)
                 if volume is not None and not volume.is_per_pod:
                     owners = manifest.owners.setdefault((_named(volume), volume.place), [])
                     owners += _pods(name, workload, volume.kind)
@@ -142,14 +143,14 @@ def _argument(container: Mapping[str, Any], manifest: _Manifest) -> str | None:
         values |= manifest.config_maps.get(one.get("configMapRef", {}).get("name"), {})
     for one in container.get("env") or ():
         ref = one.get("valueFrom", {}).get("configMapKeyRef")
-        given = one.get("value") if ref is None else manifest.config_maps.get(ref["name"], {}).get(ref["key"])
-        if given is not None:
-            values[one["name"]] = given
+        text_of = one.get("value") if ref is None else manifest.config_maps.get(ref["name"], {}).get(ref["key"])
+        if text_of is not None:
+            values[one["name"]] = text_of
     return re.sub(r"\$\(([\w.-]+)\)", lambda found: values.get(found[1], found[0]), text)
 
 
-def _settings(text: str) -> tuple[OffloadSettings, str, str]:
-    """Return the options of a `--kv-transfer-config`, the folder of the shared blocks, and a list of unknown keys."""
+def _placement(text: str) -> tuple[vllm.Placement, str, str]:
+    """Return a parsed `--kv-transfer-config`, the folder of the shared blocks, and a list of unknown keys."""
     if text.startswith("$("):
         raise ValueError(
             f"{_ARGUMENT} is {text!r:.200}, which no environment variable and no ConfigMap in the file sets"
@@ -164,11 +165,11 @@ def _settings(text: str) -> tuple[OffloadSettings, str, str]:
     if fault := vllm.connector_fault(given) or vllm.spec_fault(extra):
         raise ValueError(f"vLLM would not use kvcache: {fault}")
     # The folder is one of the container, not of this machine.
-    settings = vllm.read_config({key: value for key, value in extra.items() if key != "pool_folder"})
-    folder = extra.get("pool_folder", settings.pool_folder)
+    placement = vllm.read_config({key: value for key, value in extra.items() if key != "pool_folder"})
+    folder = extra.get("pool_folder", placement.settings.pool_folder)
     if not isinstance(folder, str):
         raise ValueError(f"pool_folder must be text, got {folder!r}")
-    return settings, folder, vllm.unknown_keys(extra)
+    return placement, folder, vllm.unknown_keys(extra)
 
 
 def _check_limit(subject: str, container: Mapping[str, Any], pool_bytes: int) -> Finding:

@@ -135,7 +135,7 @@ def _clear_server(
 
     if not prefix.startswith("kvcache:") or set(prefix) & set("*?[\\"):
         raise ValueError(f"--prefix must begin with 'kvcache:' and hold no pattern, got {prefix!r}")
-    values = ValkeyOptions.of(url=url, cluster=cluster)
+    values = ValkeyOptions(url=url, cluster=cluster)
 
     def ask(counts: dict[str, int], clients: list[str] | None) -> None:
         if clients and not connected:

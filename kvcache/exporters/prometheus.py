@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -129,20 +129,19 @@ class PrometheusExporter(Exporter):
         self._server.start("prometheus")
 
     @classmethod
-    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        parsed = PrometheusOptions.read(options)
+    def unavailable_reason(cls, options: PrometheusOptions) -> str:
         try:
-            _listen(parsed.host, parsed.port, CollectorRegistry()).stop()
+            _listen(options.host, options.port, CollectorRegistry()).stop()
         except OSError as error:
             return str(error)
         return ""
 
     @classmethod
-    def from_config(cls, options: Mapping[str, Any], telemetry: Telemetry) -> PrometheusExporter:
-        parsed = PrometheusOptions.read(options)
+    def make(cls, options: PrometheusOptions, telemetry: Telemetry) -> PrometheusExporter:
         rank = telemetry.labels.get("rank", "0")
         # Data-parallel ranks of one configuration follow one another.
-        return cls(telemetry, parsed.port + int(rank) if parsed.port and rank.isdigit() else parsed.port, parsed.host)
+        port = options.port + int(rank) if options.port and rank.isdigit() else options.port
+        return cls(telemetry, port, options.host)
 
     @property
     def address(self) -> str:

@@ -19,7 +19,7 @@ import struct
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from socketserver import StreamRequestHandler
@@ -160,8 +160,8 @@ class StatusServer(Exporter):
         telemetry.sources.append(self._parts)
 
     @classmethod
-    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        path = StatusOptions.read(options).path
+    def unavailable_reason(cls, options: StatusOptions) -> str:
+        path = options.path
         if path is None or not Path(path).exists():
             return ""
         try:
@@ -206,7 +206,7 @@ class StatusServer(Exporter):
         if not isinstance(name, str):
             raise ValueError(f"a request must be an object with a command, got {line[:100]!r}")
         command = self._command(name)
-        found = command.options.read(request, "the request").arguments()
+        found = command.options.parse(request, "the request").arguments()
         return command.run(**{name: value for name, value in found.items() if value is not None})
 
     def _command(self, name: str) -> Command:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvcache.options import Configurable
+from kvcache.options import Component, Configurable
 from kvcache.registry import CODECS
 from kvcache.tiering.tier import checked_host_blocks
 
@@ -78,23 +77,23 @@ class Codec(Configurable, ABC):
         """
 
 
-CodecMaker = Callable[[int], Codec]
-"""Makes a codec for blocks of so many bytes."""
-
-
-def parse_codec(name: str, value: object) -> CodecMaker:
-    """Parse the option `codec` of a tier; return a function that makes the codec for a size of blocks."""
+def parse_codec(name: str, value: object) -> Component:
+    """Parse the option `codec` of a tier: the codec's class and options, from which `make_codec` makes it."""
+    if isinstance(value, Component):
+        return value
     if not isinstance(value, Mapping) or "type" not in value:
         raise ValueError(f"{name} must be a dict with a type, one of {', '.join(CODECS.names())}, got {value!r}")
-    codec = CODECS.resolve(value["type"])
-    make = partial(codec.from_config, {option: one for option, one in value.items() if option != "type"})
-    make(0)
-    return make
+    options = {option: one for option, one in value.items() if option != "type"}
+    codec = Component.parse(CODECS.resolve(value["type"]), options)
+    # Its constructor checks the ranges of its options.
+    codec.make(0)
+    return codec
 
 
-def make_codec(make: CodecMaker | None, host_blocks: HostBlocks) -> Codec | None:
+def make_codec(codec: Component | None, host_blocks: HostBlocks) -> Codec | None:
     """Return the codec that `parse_codec` parsed, for blocks of this pool."""
-    return None if make is None else make(checked_host_blocks(host_blocks).shape[1])
+    made: Codec | None = None if codec is None else codec.make(checked_host_blocks(host_blocks).shape[1])
+    return made
 
 
 def stored_form(

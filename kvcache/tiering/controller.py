@@ -82,10 +82,6 @@ class TierConfig(Options):
     )
     arbiter: bool = option(parse_flag, False, when="loading from this tier may take longer than computing the blocks")
 
-    def __post_init__(self) -> None:
-        for name, one in self.declared().items():
-            object.__setattr__(self, name, one.metadata["parse"](name, getattr(self, name)))
-
 
 @dataclass(frozen=True, slots=True)
 class TierControllerStats:

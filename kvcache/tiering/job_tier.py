@@ -150,13 +150,14 @@ class JobTier(Tier):
             raise
 
     @classmethod
-    def from_config(cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Self:
-        """Open the tier with `host_blocks`, `fingerprint` and the `arguments` of its `options_type`."""
-        if cls.options_type is None:
-            return super().from_config(options, host_blocks, fingerprint)
-        arguments = cls.options_type.read(options).arguments()
-        arguments |= {"codec": make_codec(arguments.get("codec"), host_blocks), "fingerprint": fingerprint}
-        return cls(host_blocks=host_blocks, **arguments)
+    def make(cls, options: Any, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Self:
+        """Open the tier; where it has an `options_type`, the constructor gets the codec that the option names."""
+        arguments = options.arguments()
+        if cls.options_type is not None:
+            arguments["codec"] = make_codec(arguments.get("codec"), host_blocks)
+        constructor: Any = cls
+        tier: Self = constructor(host_blocks=host_blocks, fingerprint=fingerprint, **arguments)
+        return tier
 
     # Hooks that a subclass implements.
 

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -133,9 +134,15 @@ class Tier(Configurable, ABC):
     may call.
     """
 
-    context_names = ("host_blocks", "fingerprint")
     medium: str
     max_queued_blocks: int | None = None
+
+    @classmethod
+    def make(cls, options: Any, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Self:
+        """Open the tier with its parsed options; by default, the constructor gets their `arguments` and these two."""
+        constructor: Any = cls
+        tier: Self = constructor(host_blocks=host_blocks, fingerprint=fingerprint, **options.arguments())
+        return tier
 
     @abstractmethod
     def lookup(self, keys: list[bytes]) -> int | None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kvcache.options import Options, check_int, option, parse_policy, parse_size, parse_threads
-from kvcache.tiering.codec import Codec, CodecMaker, make_codec, parse_codec, stored_form
+from kvcache.options import Component, Options, check_int, option, parse_policy, parse_size, parse_threads
+from kvcache.tiering.codec import Codec, make_codec, parse_codec, stored_form
 from kvcache.tiering.job_tier import JobTier, TierBatch
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class MemoryOptions(Options):
     capacity: int = option(parse_size, when="always: bytes of memory at most")
     cache_policy: str | type = option(parse_policy, "lru", when="another policy hits more in a tier of this size")
     num_threads: int = option(parse_threads, 2, when="copies are to use more, or fewer, threads", advanced=True)
-    codec: CodecMaker | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
+    codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
 
 class MemoryTier(JobTier):
@@ -71,16 +71,13 @@ class MemoryTier(JobTier):
         )
 
     @classmethod
-    def from_config(
-        cls, options: Mapping[str, Any], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
-    ) -> MemoryTier:
-        values = MemoryOptions.read(options)
-        codec = make_codec(values.codec, host_blocks)
+    def make(cls, options: MemoryOptions, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> MemoryTier:
+        codec = make_codec(options.codec, host_blocks)
         block_bytes, _ = stored_form(codec, host_blocks, None)
-        if values.capacity < block_bytes:
-            raise ValueError(f"capacity in a memory tier must be >= {block_bytes}, one block, got {values.capacity}")
-        others = values.arguments("capacity", "codec")
-        return cls(values.capacity // block_bytes, host_blocks, codec=codec, **others)
+        if options.capacity < block_bytes:
+            raise ValueError(f"capacity in a memory tier must be >= {block_bytes}, one block, got {options.capacity}")
+        others = options.arguments("capacity", "codec")
+        return cls(options.capacity // block_bytes, host_blocks, codec=codec, **others)
 
     def put(self, batch: TierBatch) -> None:
         for slot, buffer in zip(batch.slots or (), batch.buffers, strict=True):

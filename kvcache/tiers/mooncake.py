@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvcache.options import (
+    Component,
     Options,
     choice_of,
     option,
@@ -46,7 +47,7 @@ from kvcache.options import (
     parse_threads,
 )
 from kvcache.tiering.checksum import SEAL_BYTES, Namespace
-from kvcache.tiering.codec import Codec, CodecMaker, parse_codec, stored_form
+from kvcache.tiering.codec import Codec, parse_codec, stored_form
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiering.log_limiter import LogLimiter
 
@@ -114,7 +115,7 @@ class MooncakeOptions(Options):
     max_batch_blocks: int = option(
         parse_count, 16, when="`kvcache bench tier` is faster with another number", advanced=True
     )
-    codec: CodecMaker | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
+    codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
 
 # Connects and ends: 0 if there is a master.
@@ -161,7 +162,7 @@ class MooncakeTier(JobTier):
         codec: Codec | None = None,
         **options: Any,
     ) -> None:
-        values = MooncakeOptions.of(master=master, **options)
+        values = MooncakeOptions(master=master, **options)
         self._master = _address(values.master)
         self._block_bytes, fingerprint = stored_form(codec, host_blocks, fingerprint)
         self._native = load_client(values.timeout_s)
@@ -209,14 +210,13 @@ class MooncakeTier(JobTier):
         )
 
     @classmethod
-    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        values = MooncakeOptions.read(options)
+    def unavailable_reason(cls, options: MooncakeOptions) -> str:
         try:
-            load_client(values.timeout_s)
-            with socket.create_connection(_address(values.master), timeout=values.timeout_s):
+            load_client(options.timeout_s)
+            with socket.create_connection(_address(options.master), timeout=options.timeout_s):
                 return ""
         except (OSError, ImportError) as error:
-            return f"{values.master} cannot be used: {error}"
+            return f"{options.master} cannot be used: {error}"
 
     def __repr__(self) -> str:
         return f"MooncakeTier({self._setup[-1]!r})"

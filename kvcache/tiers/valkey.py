@@ -33,6 +33,7 @@ from valkey.exceptions import AuthenticationError, AuthorizationError, NoPermiss
 from valkey.retry import Retry
 
 from kvcache.options import (
+    Component,
     Options,
     option,
     parse_count,
@@ -44,7 +45,7 @@ from kvcache.options import (
     without_secrets,
 )
 from kvcache.tiering.checksum import SEAL_BYTES, Namespace
-from kvcache.tiering.codec import Codec, CodecMaker, parse_codec, stored_form
+from kvcache.tiering.codec import Codec, parse_codec, stored_form
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiers.valkey_wire import MISSING, Channel, ServerError, channel, pack, pack_set
 
@@ -98,7 +99,7 @@ class ValkeyOptions(Options):
     max_batch_blocks: int = option(
         parse_count, 16, when="`kvcache bench tier` is faster with another number", advanced=True
     )
-    codec: CodecMaker | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
+    codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
 
 class ValkeyTier(JobTier):
@@ -135,7 +136,7 @@ class ValkeyTier(JobTier):
         codec: Codec | None = None,
         **options: Any,
     ) -> None:
-        values = ValkeyOptions.of(url=url, **options)
+        values = ValkeyOptions(url=url, **options)
         self._address = _address(values.url)
         self._options = _client_options(values)
         self._url, self._is_cluster, self._timeout_s = values.url, values.cluster, values.timeout_s
@@ -160,16 +161,15 @@ class ValkeyTier(JobTier):
         )
 
     @classmethod
-    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        values = ValkeyOptions.read(options)
+    def unavailable_reason(cls, options: ValkeyOptions) -> str:
         try:
-            client = _client_of(values.url, values.cluster, _client_options(values))
+            client = _client_of(options.url, options.cluster, _client_options(options))
             try:
                 client.ping()
             finally:
                 client.close()
         except (ValkeyError, OSError, ValueError) as error:
-            return f"{_address(values.url)} cannot be used: {_shown(error)}"
+            return f"{_address(options.url)} cannot be used: {_shown(error)}"
         return ""
 
     def __repr__(self) -> str:

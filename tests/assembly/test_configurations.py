@@ -6,7 +6,6 @@ differ from their defaults, or the errors.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import re
@@ -16,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvcache.assembly.assemble import ExporterSettings, OffloadSettings, TierSettings, parse_tier
-from kvcache.integrations.vllm.settings import read_config, read_settings, read_tier
-from kvcache.options import OptionError
+from kvcache.assembly.assemble import OffloadSettings, TierSettings, parse_tier
+from kvcache.integrations.vllm.settings import Placement, read_config, read_tier
+from kvcache.options import Component, OptionError
 
 CASES = [json.loads(line) for line in Path(__file__).with_name("configurations.json").read_text().splitlines()]
 PACKAGES = {"disk": "xxhash", "mooncake": "xxhash", "valkey": "valkey", "zstd": "zstandard", "fp8": "torch"}
@@ -28,12 +27,13 @@ PACKAGES |= {"otel": "opentelemetry", "prometheus": "prometheus_client", "kv_eve
 def described(value: Any) -> Any:
     """Return a parsed value as JSON has it; of options, those that differ from their defaults."""
     if isinstance(value, TierSettings):
-        return [value.tier.__name__, described(value.config), described(options_of(value.tier, value.options))]
-    if isinstance(value, ExporterSettings):
-        return [value.exporter.__name__, described(options_of(value.exporter, value.options))]
-    if isinstance(value, functools.partial):
-        codec = value.func.__self__
-        return [codec.__name__, described(options_of(codec, value.args[0]))]
+        return [value.cls.__name__, described(value.config), described(value.options)]
+    if isinstance(value, Component):
+        return [value.cls.__name__, described(value.options)]
+    if isinstance(value, Placement):
+        settings = described(value.settings)
+        # As the other options, without the policy that they have by default.
+        return {name: one for name, one in {**settings, "cache_policy": value.policy}.items() if one != "lru"}
     if is_dataclass(value) and not isinstance(value, type):
         named = {one.name: (getattr(value, one.name), one.default) for one in fields(value)}
         return {name: described(one) for name, (one, default) in named.items() if default is MISSING or one != default}
@@ -44,23 +44,17 @@ def described(value: Any) -> Any:
     return [described(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def options_of(owner: Any, options: Any) -> Any:
-    return options if owner.options_type is None else owner.options_type.read(options)
-
-
 def result_of(case: dict[str, Any]) -> Any:
     reader, given = case["reader"], case["given"]
     try:
         if reader == "pool":
-            parsed: Any = OffloadSettings.read(given, case.get("where", ""))
+            parsed: Any = OffloadSettings.parse_part(given, case.get("where", ""))
         elif reader == "tier":
             parsed = parse_tier(given)
         elif reader == "vllm tier":
             parsed = read_tier(given)
-        elif "num_groups" in case:
-            parsed = read_settings(given, case["num_groups"])
         else:
-            parsed = read_config(given)
+            parsed = read_config(given, case.get("num_groups", 1))
     except ValueError as error:
         problems = error.problems if isinstance(error, OptionError) else [str(error)]
         # A new policy or option changes the lists of known ones only.

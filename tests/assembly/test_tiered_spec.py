@@ -242,11 +242,11 @@ def test_arbiter_is_switched_on_tier_by_tier():
     from kvcache.assembly.assemble import OffloadSettings
 
     tiers = [{"type": "memory", "capacity": "1MiB"}, {"type": "memory", "capacity": "1MiB", "arbiter": True}]
-    settings = OffloadSettings.read({"num_cpu_blocks": 4, "tiers": tiers, "prefill_tokens_per_s": {"0": 10, "9": 5}})
+    settings = OffloadSettings.parse({"num_cpu_blocks": 4, "tiers": tiers, "prefill_tokens_per_s": {"0": 10, "9": 5}})
     assert [tier.config.arbiter for tier in settings.tiers] == [False, True]
     assert settings.prefill_tokens_per_s == {0: 10.0, 9: 5.0}
     tiers[1]["arbiter"] = "yes"
     with pytest.raises(ValueError, match="arbiter in tier 'memory' must be a bool, got 'yes'"):
-        OffloadSettings.read({"num_cpu_blocks": 4, "tiers": tiers})
+        OffloadSettings.parse({"num_cpu_blocks": 4, "tiers": tiers})
     with pytest.raises(ValueError, match="prefill_tokens_per_s in extra_config must be tokens a second > 0"):
-        OffloadSettings.read({"num_cpu_blocks": 4, "tiers": [tiers[0]], "prefill_tokens_per_s": "fast"})
+        OffloadSettings.parse({"num_cpu_blocks": 4, "tiers": [tiers[0]], "prefill_tokens_per_s": "fast"})

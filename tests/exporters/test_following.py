@@ -196,7 +196,7 @@ def test_threads_that_share_a_followed_manager(manager, followed):
 
 
 def opened(exporters, rank="0", **options):
-    settings = OffloadSettings.read({"num_cpu_blocks": 60, "exporters": exporters})
+    settings = OffloadSettings.parse({"num_cpu_blocks": 60, "exporters": exporters})
     return open_manager(settings, block_size=16, num_blocks=60, labels={"engine": "e", "rank": rank}, **options)
 
 

@@ -11,7 +11,7 @@ import kvcache.integrations.vllm as door
 from kvcache.assembly.assemble import OffloadSettings
 from kvcache.integrations.vllm import releases
 from kvcache.integrations.vllm.releases import RELEASES, choose_release
-from kvcache.integrations.vllm.settings import WHERE, blocks_per_rank, read_settings, unknown_keys
+from kvcache.integrations.vllm.settings import WHERE, blocks_per_rank, read_config, unknown_keys
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.1rc1.dev3+g1234567", "0.32.0+cpu"])
@@ -36,6 +36,12 @@ def test_spec_of_a_release_that_lacks_a_name_names_it(monkeypatch):
 
 
 ROOM = {"cpu_bytes_to_use": 1}
+
+
+def read_settings(extra_config, num_groups=1):
+    return read_config(extra_config, num_groups).settings
+
+
 DISK = {"type": "disk", "path": "kv", "capacity": "1GiB"}
 
 
@@ -69,9 +75,11 @@ def test_read_settings_ignores_options_that_the_engine_decides(key):
 
 @pytest.mark.usefixtures("disk_tier")
 def test_read_settings_reads_tiers(tmp_path):
+    from kvcache.tiers.disk.tier import DiskOptions
+
     found = read_settings({**ROOM, "tiers": [DISK], "pool_folder": str(tmp_path), "lookup_deadline_s": "1s"})
     assert (found.pool_folder, found.lookup_deadline_s) == (str(tmp_path), 1)
-    assert [tier.options for tier in found.tiers] == [{"path": "kv", "capacity": "1GiB"}]
+    assert [tier.options for tier in found.tiers] == [DiskOptions(path="kv", capacity="1GiB")]
     assert read_settings(ROOM).tiers == ()
 
 

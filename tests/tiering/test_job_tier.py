@@ -435,7 +435,7 @@ def test_memory_tier_comes_from_a_configuration(host):
     with pytest.raises(ValueError, match="a memory tier needs 'capacity'"):
         MemoryTier.from_config({}, host, {})
     with pytest.raises(ValueError, match=r"memory tier: spede; known ones: capacity, cache_policy, num_threads"):
-        MemoryTier.check_options({"capacity": 64, "spede": 1})
+        MemoryTier.from_config({"capacity": 64, "spede": 1}, host, {})
 
 
 @pytest.mark.parametrize("name", ["cut", "on_stored", "on_loaded", "on_used", "mark_reset", "maintain", "close"])

@@ -62,7 +62,7 @@ def compressible(num_blocks=40, block_bytes=1 << 14):
 
 def open_configured(entry, host):
     settings = parse_tier(entry)
-    tier = settings.tier.from_config(settings.options, host, {"model": "m"})
+    tier = settings.make(host, {"model": "m"})
     assert isinstance(tier.stats(), CodecTierStats)
     return tier
 

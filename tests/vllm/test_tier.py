@@ -270,6 +270,16 @@ def test_tier_hung_disk_holds_half_of_host_memory_at_most(make, disk, hang):
     assert engine.counters.stored_blocks == 8
 
 
+def test_tier_bound_equal_to_default_is_kept(make, disk, hang):
+    # 64 is the default of other managers; here it is half of the host blocks.
+    engine = make(disk(advanced={"max_store_blocks": 64}), num_chunks=64)
+    with hang("write"):
+        for number in range(40):
+            engine.store(keys(number))
+        assert engine.tier._controller.stats().num_storing == 40
+    engine.settle()
+
+
 def test_tier_overdue_job_pauses_the_tier_until_it_ends(make, disk, hang):
     engine = make(disk(deadline_s=5))
     engine.store(keys(0, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -102,9 +102,9 @@ class KVEventExporter(Exporter):
         telemetry.sources.append(self._parts)
 
     @classmethod
-    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
+    def unavailable_reason(cls, options: KVEventOptions) -> str:
         try:
-            KVEventPublisher(**KVEventOptions.read(options).arguments("model")).close()
+            KVEventPublisher(**options.arguments("model")).close()
         except ValueError as error:
             return str(error)
         return ""

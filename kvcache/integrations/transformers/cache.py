@@ -130,7 +130,7 @@ class PrefixCache:
         self._identity = ModelIdentity(model, fingerprint)
         self.num_blocks = _num_blocks(num_blocks, memory, self._layout.block_bytes, block_size)
         path = None if record is None else os.fspath(record)
-        settings = OffloadSettings.read({"cache_policy": POLICIES.resolve(policy), "record": path}, "PrefixCache")
+        settings = OffloadSettings.parse({"cache_policy": POLICIES.resolve(policy), "record": path}, "PrefixCache")
         # The pool comes first: it checks that the memory exists, and is much larger than the tables of a policy.
         self._pool = HostPool(self.num_blocks, self.block_bytes)
         self.manager = open_manager(

@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvcache.assembly.assemble import OffloadSettings, TierSettings, parse_tier
-from kvcache.options import Options, choice_of, format_size, name_unknown, option, parse_flag, parse_text, run_all
+from kvcache.options import (
+    Options,
+    choice_of,
+    format_size,
+    name_unknown,
+    option,
+    parse_count,
+    parse_flag,
+    parse_text,
+    run_all,
+    split,
+    without_secrets,
+)
 
 WHERE = "kv_connector_extra_config"
 SPEC_NAME = "KVCacheOffloadingSpec"
@@ -38,8 +50,8 @@ _DECIDED_BY_ENGINE = frozenset({"num_cpu_blocks", "enable_events"})
 OUR_KEYS = OffloadSettings.keys() - _DECIDED_BY_ENGINE
 DATA_PLANE = "data_plane"
 KNOWN_KEYS = ENGINE_KEYS | OUR_KEYS | {DATA_PLANE}
-parse_data_plane = choice_of("vllm", "kvcache")
-_RENAMED_KEYS = {"eviction_policy": "cache_policy", "cache_policy_module_path": "cache_policy"}
+_parse_data_plane = choice_of("vllm", "kvcache")
+_ENGINE_POLICY_KEYS = frozenset({"eviction_policy", "cache_policy_module_path"})
 
 ENGINE_SPECS = ("TieringOffloadingSpec", "CPUOffloadingSpec")
 """vLLM's own specs, whose tiers and eviction policy may be ours."""
@@ -72,13 +84,19 @@ class KVCacheTierOptions(Options):
         choice_of("chunk_level", "request_level"), "chunk_level", when="host blocks are to be written again"
     )
     enable_kv_events: bool = option(parse_flag, True, when="the tier's events must be left out of vLLM's events")
+    max_store_blocks: int | None = option(
+        parse_count, None, when="writes must hold less than half of the host blocks", advanced=True
+    )
 
 
 def read_tier(config: Mapping[str, Any]) -> tuple[KVCacheTierOptions, TierSettings]:
     """Parse an entry of ``secondary_tiers``; raise ValueError naming each option that is invalid or unknown."""
-    given = {name: value for name, value in config.items() if name not in ENGINE_TIER_KEYS}
-    own = KVCacheTierOptions.take(given)
-    settings = parse_tier({**KVCacheTierOptions.rest(given), "type": own.kind})
+    options = {name: value for name, value in config.items() if name not in ENGINE_TIER_KEYS}
+    if options.get("kind") is None:
+        raise ValueError(f"{KVCacheTierOptions.where} needs 'kind', got {without_secrets(options)!r}")
+    ours, of_tier = split(options, KVCacheTierOptions.declared())
+    own = KVCacheTierOptions.parse(ours)
+    settings = parse_tier({**of_tier, "type": own.kind})
     if settings.config.write_policy != "write_through" or settings.config.arbiter:
         raise ValueError("vLLM's manager decides what a KVCacheTier writes and loads: omit write_policy and arbiter")
     return own, settings
@@ -131,19 +149,96 @@ def _tiers(extra_config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [one for one in entries if isinstance(one, Mapping) and one.get("module_path") == __package__]
 
 
-def read_config(extra_config: Mapping[str, Any]) -> OffloadSettings:
-    """Read a configuration of our manager like `read_settings`, or of vLLM's manager with a tier or policy of ours."""
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where kvcache plugs into vLLM, parsed: `OurManager`, `OurTier` or `OurPolicy`.
+
+    `settings` describe host memory and the tiers below it. `policy` selects the blocks that leave host memory.
+    """
+
+    known_keys: ClassVar[frozenset[str]] = _ENGINE_SPEC_KEYS
+    settings: OffloadSettings
+    policy: str | type
+
+    @property
+    def has_engine_worker(self) -> bool | None:
+        """Whether vLLM's worker copies the blocks; None: on CUDA, ROCm and XPU."""
+        return True
+
+    def shares_one_copy(self, is_latent: bool | None) -> bool:
+        """Return whether host memory holds one copy of a block for all ranks: vLLM's worker keeps one of latent values.
+
+        `is_latent`: whether the model has multi-head latent attention only; None: unknown.
+        """
+        return is_latent is True and self.has_engine_worker is not False
+
+    def describe_copies(self, rank_block_bytes: int, num_ranks: int, is_latent: bool | None = None) -> str:
+        """Describe the worker that copies blocks; if `rank_block_bytes` is not 0, a rank's chunks and bytes, too."""
+        in_engine = (
+            "vLLM's worker, "
+            + {
+                None: "one copy for all ranks of a pure MLA model and otherwise each rank's part",
+                True: "one copy for all ranks",
+                False: "each rank's part",
+            }[is_latent]
+        )
+        in_kvcache = "kvcache's worker, each rank's part"
+        copies = {
+            None: f"on CUDA, ROCm and XPU {in_engine}; on the CPU {in_kvcache}",
+            True: in_engine,
+            False: in_kvcache,
+        }[self.has_engine_worker]
+        if not rank_block_bytes:
+            return copies
+        # Host memory is aligned to pages, a chunk at a time.
+        is_shared = self.shares_one_copy(is_latent)
+        chunk_bytes = -(-rank_block_bytes * (1 if is_shared else num_ranks) // 4096) * 4096
+        num_chunks = (self.settings.cpu_bytes_to_use or 0) // chunk_bytes
+        where = "in all" if is_shared else "on each rank"
+        num_bytes = format_size(num_chunks * rank_block_bytes)
+        return f"{copies}; {num_chunks:,} chunks of {rank_block_bytes:,} bytes and {num_bytes} {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class OurManager(Placement):
+    """Our manager, by `KVCacheOffloadingSpec`; `data_plane` is None if the platform selects the worker."""
+
+    known_keys: ClassVar[frozenset[str]] = KNOWN_KEYS
+    data_plane: str | None = None
+
+    @property
+    def has_engine_worker(self) -> bool | None:
+        return None if self.data_plane is None else self.data_plane == "vllm"
+
+
+@dataclass(frozen=True, slots=True)
+class OurTier(Placement):
+    """Tiers of ours below vLLM's own manager, by `KVCacheTier`; the policy may be ours, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class OurPolicy(Placement):
+    """An eviction policy of ours in vLLM's own manager."""
+
+
+def read_config(extra_config: Mapping[str, Any], num_groups: int = 1) -> Placement:
+    """Parse ``kv_connector_extra_config``; no side effects. ValueError names each option that is missing or invalid.
+
+    `num_groups` is the model's number of groups of KV caches, which decides the default policy of our manager.
+    """
     if not is_engine_spec(extra_config):
-        return read_settings(extra_config)
-    given = _tiers(extra_config)
+        return _read_manager(extra_config, num_groups)
+    entries = _tiers(extra_config)
     tiers, num_bytes, policy = run_all(
         (
-            lambda: run_all(partial(_read_engine_tier, entry, extra_config.get("spec_name")) for entry in given),
+            lambda: run_all(partial(_read_engine_tier, entry, extra_config.get("spec_name")) for entry in entries),
             partial(_read_engine_bytes, extra_config.get("cpu_bytes_to_use")),
             partial(_read_engine_policy, extra_config),
         )
     )
-    return OffloadSettings(cpu_bytes_to_use=num_bytes, cache_policy=policy, tiers=tuple(tiers))
+    if not tiers:
+        return OurPolicy(OffloadSettings(cpu_bytes_to_use=num_bytes), policy)
+    return OurTier(OffloadSettings(cpu_bytes_to_use=num_bytes, tiers=tuple(tiers)), policy)
 
 
 def _read_engine_tier(entry: Mapping[str, Any], spec_name: object) -> TierSettings:
@@ -166,64 +261,26 @@ def _read_engine_policy(extra_config: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def shares_one_copy(extra_config: Mapping[str, Any], is_latent: bool | None) -> bool:
-    """Return whether host memory holds one copy of a block for all ranks: vLLM's worker keeps one of latent values."""
-    return is_latent is True and extra_config.get(DATA_PLANE) != "kvcache"
-
-
-def describe_data_plane(
-    extra_config: Mapping[str, Any], block_bytes: int, num_ranks: int, is_latent: bool | None = None
-) -> str:
-    """Describe the worker that copies blocks, and a rank's chunks and bytes if `block_bytes`, of one rank, is not 0.
-
-    `is_latent`: whether the model has multi-head latent attention only; None: unknown.
-    """
-    settings = read_config(extra_config)
-    plane = extra_config.get(DATA_PLANE)
-    in_engine = (
-        "vLLM's worker, "
-        + {
-            None: "one copy for all ranks of a pure MLA model and otherwise each rank's part",
-            True: "one copy for all ranks",
-            False: "each rank's part",
-        }[is_latent]
-    )
-    in_kvcache = "kvcache's worker, each rank's part"
-    if is_engine_spec(extra_config) or plane == "vllm":
-        copies = in_engine
-    else:
-        copies = in_kvcache if plane else f"on CUDA, ROCm and XPU {in_engine}; on the CPU {in_kvcache}"
-    if not block_bytes:
-        return copies
-    # Host memory is aligned to pages, a chunk at a time.
-    is_shared = shares_one_copy(extra_config, is_latent)
-    chunk_bytes = -(-block_bytes * (1 if is_shared else num_ranks) // 4096) * 4096
-    num_chunks = (settings.cpu_bytes_to_use or 0) // chunk_bytes
-    where = "in all" if is_shared else "on each rank"
-    share = f"{num_chunks:,} chunks of {block_bytes:,} bytes and {format_size(num_chunks * block_bytes)} {where}"
-    return f"{copies}; {share}"
-
-
-def read_settings(extra_config: Mapping[str, Any], num_groups: int = 1) -> OffloadSettings:
-    """Read and check the mapping; no side effects. ValueError names the option that is missing, invalid or renamed.
+def _read_manager(extra_config: Mapping[str, Any], num_groups: int) -> OurManager:
+    """Parse the configuration of our manager.
 
     Without a policy it is `gittins`, for a model with one group of KV caches: it stores nothing behind a block that is
     absent, and groups with a sliding window leave blocks out. For `num_groups` > 1 it is `lru`.
     """
-    for key, ours in _RENAMED_KEYS.items():
-        if key in extra_config:
-            raise ValueError(f"kvcache reads {ours!r}, not {key!r}={extra_config[key]!r}")
+    for key in _ENGINE_POLICY_KEYS & extra_config.keys():
+        raise ValueError(f"kvcache reads 'cache_policy', not {key!r}={extra_config[key]!r}")
     data_plane = extra_config.get(DATA_PLANE)
     if data_plane is not None:
-        parse_data_plane(f"{DATA_PLANE} in {WHERE}", data_plane)
+        _parse_data_plane(f"{DATA_PLANE} in {WHERE}", data_plane)
     if extra_config.get("canonical_layout") and data_plane == "kvcache":
         raise ValueError("the data plane 'kvcache' keeps each rank's own bytes; it does not support 'canonical_layout'")
     spec_name = extra_config.get("spec_name", SPEC_NAME)
     if spec_name != SPEC_NAME and extra_config.get("spec_module_path") == __package__:
         raise ValueError(f"spec_name of {__package__} must be {SPEC_NAME!r}, got {spec_name!r}")
-    given = {key: value for key, value in extra_config.items() if key not in _DECIDED_BY_ENGINE | {DATA_PLANE}}
-    settings = OffloadSettings.read({"cache_policy": DEFAULT_POLICY if num_groups == 1 else "lru", **given}, WHERE)
-    if any(one.exporter.needs_events for one in settings.exporters):
+    options = {key: value for key, value in extra_config.items() if key not in _DECIDED_BY_ENGINE}
+    policy = DEFAULT_POLICY if num_groups == 1 else "lru"
+    settings = OffloadSettings.parse_part({"cache_policy": policy, **options}, WHERE)
+    if any(component.cls.needs_events for component in settings.exporters):
         raise ValueError("the exporter 'kv_events' does not work under vLLM; use vLLM's --kv-events-config")
     if settings.cpu_bytes_to_use is None:
         raise ValueError(f"{WHERE} must have 'cpu_bytes_to_use', the host memory of all ranks: bytes, or '64GiB'")
@@ -231,7 +288,7 @@ def read_settings(extra_config: Mapping[str, Any], num_groups: int = 1) -> Offlo
         raise ValueError(f"'pool_path' does not work under vLLM; use 'pool_folder', got {settings.pool_path!r}")
     if settings.tiers and not Path(settings.pool_folder).is_dir():
         raise ValueError(f"pool_folder must be a folder in shared memory, got {settings.pool_folder!r}")
-    return settings
+    return OurManager(settings, settings.cache_policy, data_plane)
 
 
 def larger_blocks(extra_config: Mapping[str, Any], engine_block: object) -> str:
@@ -247,20 +304,21 @@ def larger_blocks(extra_config: Mapping[str, Any], engine_block: object) -> str:
 
 def unknown_keys(extra_config: Mapping[str, Any]) -> str:
     """Return the keys that neither kvcache nor vLLM reads, each with the known one it resembles; "" for none."""
-    return name_unknown(extra_config, _ENGINE_SPEC_KEYS if is_engine_spec(extra_config) else KNOWN_KEYS)
+    placement = OurTier if is_engine_spec(extra_config) else OurManager
+    return name_unknown(extra_config, placement.known_keys)
 
 
-def blocks_per_rank(settings: OffloadSettings, world_size: int, bytes_per_block: int, num_stages: int = 1) -> int:
-    """Return how many blocks of `bytes_per_block` (on one rank) each of `world_size` ranks' shares of the memory holds.
+def blocks_per_rank(settings: OffloadSettings, world_size: int, rank_block_bytes: int, num_stages: int = 1) -> int:
+    """Return how many blocks of `rank_block_bytes` each of `world_size` ranks' shares of the memory holds.
 
     ValueError: the engine has no KV cache to offload, a share does not hold one block, or tiers meet a pipeline of
     `num_stages` > 1.
     """
-    if bytes_per_block < 1:
-        raise ValueError(f"the engine names no KV cache to offload (bytes per block: {bytes_per_block})")
+    if rank_block_bytes < 1:
+        raise ValueError(f"the engine names no KV cache to offload (bytes per block: {rank_block_bytes})")
     if settings.tiers and num_stages > 1:
         raise ValueError(
             f"'tiers' under vLLM are for tensor parallelism, this engine is a pipeline of {num_stages} stages, "
             "whose parts of a block differ in size; leave 'tiers' out"
         )
-    return settings.num_blocks(bytes_per_block, world_size, WHERE)
+    return settings.num_blocks(rank_block_bytes, world_size, WHERE)

@@ -20,11 +20,10 @@ from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.settings import (
-    DATA_PLANE,
     UNDESCRIBED,
     WHERE,
     blocks_per_rank,
-    read_settings,
+    read_config,
     unknown_keys,
 )
 from kvcache.integrations.vllm.startup import use_engine_log
@@ -55,11 +54,11 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         use_engine_log()
-        self.settings = read_settings(config.extra_config, len(config.groups))
-        data_plane = config.extra_config.get(DATA_PLANE)
-        self.has_engine_worker = data_plane == "vllm" or (
-            data_plane is None and (current_platform.is_cuda_alike() or current_platform.is_xpu())
-        )
+        placement = read_config(config.extra_config, len(config.groups))
+        self.settings = placement.settings
+        self.has_engine_worker = placement.has_engine_worker
+        if self.has_engine_worker is None:
+            self.has_engine_worker = current_platform.is_cuda_alike() or current_platform.is_xpu()
         parallel = config.parallel
         if self.has_engine_worker:
             # vLLM reads whole bytes only.
@@ -77,13 +76,13 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
             if config.extra_config.get("canonical_layout"):
                 raise ValueError("'canonical_layout' needs vLLM's worker, which this platform or 'data_plane' excludes")
             OffloadingSpec.__init__(self, config)
-            self.bytes_per_block = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
+            self.rank_block_bytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
             if self.settings.tiers:
-                self.bytes_per_block = rank_bytes_of(self.bytes_per_block)
+                self.rank_block_bytes = rank_bytes_of(self.rank_block_bytes)
             self.num_blocks = blocks_per_rank(
-                self.settings, parallel.world_size, self.bytes_per_block, parallel.pp_size
+                self.settings, parallel.world_size, self.rank_block_bytes, parallel.pp_size
             )
-            self.block_bytes = self.bytes_per_block * parallel.world_size
+            self.block_bytes = self.rank_block_bytes * parallel.world_size
         self._engine_config = engine_config()
         self._manager: KVCacheOffloadingManager | None = None
         self._worker: Any = None
@@ -114,7 +113,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
                 settings.num_copy_threads,
                 self._shared_pool(is_owner=False) if settings.tiers else None,
                 rank,
-                self.bytes_per_block,
+                self.rank_block_bytes,
             )
             trace_worker(settings, self._worker.transfers, {**self._labels(), "worker": str(rank)})
         return self._worker
@@ -184,5 +183,5 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
 
     def _shared_pool(self, is_owner: bool) -> SharedPool:
         return SharedPool(
-            self.config, self.settings.pool_folder, self.num_blocks, self.bytes_per_block, is_owner=is_owner
+            self.config, self.settings.pool_folder, self.num_blocks, self.rank_block_bytes, is_owner=is_owner
         )

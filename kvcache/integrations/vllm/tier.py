@@ -99,9 +99,8 @@ class KVCacheTier(SecondaryTierManager):
         own, settings = read_tier(options)
         host_blocks = np.asarray(primary_kv_view)
         num_chunks, self._row_bytes = host_blocks.shape
-        if settings.config.max_store_blocks == TierConfig.max_store_blocks:
-            config = replace(settings.config, max_store_blocks=max(1, num_chunks // 2))
-            settings = replace(settings, config=config)
+        max_store_blocks = max(1, num_chunks // 2) if own.max_store_blocks is None else own.max_store_blocks
+        settings = replace(settings, config=replace(settings.config, max_store_blocks=max_store_blocks))
         identity = chunk_fingerprint(offloading_spec, engine_config())
         tier, self._config = open_tiers((settings,), host_blocks, identity)[0]
         # vLLM has reserved the host blocks of every load, so only stores are bounded.

@@ -68,7 +68,7 @@ def measure_tier(
     words = flat[: len(flat) // 2 * 2].view(np.uint16)
     words[:] = np.random.default_rng(0).integers(0x3C00, 0x4000, len(words), np.uint16)
     # A separate namespace, so that the run neither finds nor removes the blocks of engines.
-    tier = settings.tier.from_config(settings.options, host_blocks, {"bench": secrets.token_hex(8)})
+    tier = settings.make(host_blocks, {"bench": secrets.token_hex(8)})
     plain = plain_client(entry, host_blocks)
     times: dict[str, list[float]] = {name: [] for name in ("store", "load", "plain store", "plain load", "exists")}
     calls: list[float] = []

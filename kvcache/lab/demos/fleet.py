@@ -186,7 +186,7 @@ def _serve(entry: dict[str, Any], number: int, workload: Workload, start: Barrie
     flat = np.frombuffer(mmap.mmap(-1, workload.host_blocks * size), np.uint8)
     host: HostBlocks = flat.reshape(workload.host_blocks, size)
     settings = parse_tier({"deadline_s": 10.0, **entry})
-    tier = settings.tier.from_config(settings.options, host, {"model": "fleet", "block_bytes": size})
+    tier = settings.make(host, {"model": "fleet", "block_bytes": size})
     manager = TieredOffloadingManager(16, workload.host_blocks, [(tier, settings.config)], deadline_s=10.0)
     needed = computed = wrong = 0
     first_block_s = []

@@ -86,7 +86,7 @@ def patient_manager(
     tier: Tier
     if isinstance(below, dict):
         settings = parse_tier(below)
-        tier = settings.tier.from_config(settings.options, host_blocks, fingerprint)
+        tier = settings.make(host_blocks, fingerprint)
     else:
         tier = DiskTier(
             below.path,

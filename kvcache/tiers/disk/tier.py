@@ -22,6 +22,7 @@ import numpy as np
 
 from kvcache.background import Background
 from kvcache.options import (
+    Component,
     Options,
     option,
     parse_count,
@@ -32,7 +33,7 @@ from kvcache.options import (
     parse_text,
     parse_threads,
 )
-from kvcache.tiering.codec import Codec, CodecMaker, parse_codec, stored_form
+from kvcache.tiering.codec import Codec, make_codec, parse_codec, stored_form
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiers.disk.block_store import BlockStore
@@ -77,10 +78,7 @@ class DiskOptions(Options):
     open_timeout_s: float = option(
         parse_duration, 10.0, when="the engine's start must wait longer, or shorter, for the directory", advanced=True
     )
-    codec: CodecMaker | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
-
-    def arguments(self, *left_out: str) -> dict[str, Any]:
-        return {"capacity_bytes": self.capacity, **super().arguments("capacity", *left_out)}
+    codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
 
 class DiskTier(JobTier):
@@ -121,7 +119,7 @@ class DiskTier(JobTier):
         codec: Codec | None = None,
         **options: Any,
     ) -> None:
-        values = DiskOptions.of(path=os.fspath(path), capacity=capacity_bytes, **options)
+        values = DiskOptions(path=os.fspath(path), capacity=capacity_bytes, **options)
         block_bytes, given = stored_form(codec, host_blocks, fingerprint)
         try:
             plain = json.loads(json.dumps(given, allow_nan=False))
@@ -165,12 +163,17 @@ class DiskTier(JobTier):
             )
 
     @classmethod
-    def unavailable_reason(cls, options: Mapping[str, Any]) -> str:
-        values = DiskOptions.read(options)
+    def make(cls, options: DiskOptions, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> DiskTier:
+        codec = make_codec(options.codec, host_blocks)
+        others = options.arguments("path", "capacity", "codec")
+        return cls(options.path, options.capacity, host_blocks, fingerprint=fingerprint, codec=codec, **others)
+
+    @classmethod
+    def unavailable_reason(cls, options: DiskOptions) -> str:
         try:
-            if (Path(values.path) / HEADER).exists():
-                TierDirectory(values.path, None, read_only=True).close()
-            return "" if values.read_only else writer_of(values.path)
+            if (Path(options.path) / HEADER).exists():
+                TierDirectory(options.path, None, read_only=True).close()
+            return "" if options.read_only else writer_of(options.path)
         except (OSError, TierDirectoryError) as error:
             return str(error)
 
