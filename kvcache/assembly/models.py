@@ -26,7 +26,8 @@ class Model:
     `values_per_layer` are those that one token keeps in one of `num_layers`. `num_params` are the parameters that a
     token passes through (the active ones of a mixture of experts); None: unknown. `dtype` is that of the KV cache.
     `is_latent`: with multi-head latent attention, of which every rank holds the same values. `flops_per_s` is the rate
-    of prefill.
+    of prefill. Of `num_layers`, `sliding_layers` attend to the last tokens or to a chunk only. `recurrent_layers` come
+    on top: they keep no KV.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Model:
     dtype: str = "bf16"
     is_latent: bool = False
     flops_per_s: float = 400e12
+    sliding_layers: int = 0
+    recurrent_layers: int = 0
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "values_per_layer"):
@@ -49,6 +52,16 @@ class Model:
     def saved_s(self, hit_tokens: int) -> float | None:
         """Return the least seconds of prefill that hits save, or None if the number of parameters is unknown."""
         return None if self.num_params is None else 2 * self.num_params * hit_tokens / self.flops_per_s
+
+    @property
+    def layer_note(self) -> str:
+        """What is assumed of layers that are not plain attention, or ""."""
+        notes = []
+        if self.sliding_layers:
+            notes.append(f"{self.sliding_layers} sliding layers, counted in full")
+        if self.recurrent_layers:
+            notes.append(f"{self.recurrent_layers} recurrent layers, not counted")
+        return "; ".join(notes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for a report."""
@@ -91,13 +104,39 @@ _MODELS = {
     "qwen3-32b": _attention(64, 8, 128, 32.8e9),
     "qwen3-30b-a3b": _attention(48, 4, 128, 3.3e9),
     "qwen3-235b-a22b": _attention(94, 4, 128, 22.0e9),
+    "gpt-oss-20b": _attention(24, 8, 64, 3.6e9),
+    "gpt-oss-120b": _attention(36, 8, 64, 5.1e9),
+    "qwen3-next-80b-a3b": _attention(12, 2, 256, 3.0e9),
+    "llama-4-scout": _attention(48, 8, 128, 17.0e9),
+    "llama-4-maverick": _attention(48, 8, 128, 17.0e9),
+    "glm-4.5": _attention(92, 8, 128, 32.0e9),
+    "glm-4.5-air": _attention(46, 8, 128, 12.0e9),
+    "glm-4.6": _attention(92, 8, 128, 32.0e9),
     # 512 latent values and a rotary key of 64 per layer.
     "deepseek-v3": (61, 576, 37.0e9),
     "deepseek-r1": (61, 576, 37.0e9),
     "kimi-k2": (61, 576, 32.0e9),
 }
 _LATENT = {"deepseek-v3", "deepseek-r1", "kimi-k2"}
-_TAIL = re.compile(r"-(instruct|chat|base|pt|it|hf|fp8|awq|gptq|v\d+[.]\d+|2[45]\d\d)$")
+# Layers with a sliding window or a chunk among those of the table, and recurrent layers beside them.
+_SLIDING = {
+    "gemma-2-9b": 21,
+    "gemma-2-27b": 23,
+    "gemma-3-4b": 29,
+    "gemma-3-12b": 40,
+    "gemma-3-27b": 52,
+    "gpt-oss-20b": 12,
+    "gpt-oss-120b": 18,
+    "llama-4-scout": 36,
+    "llama-4-maverick": 36,
+}
+_RECURRENT = {"qwen3-next-80b-a3b": 36}
+COUNTED = (
+    "A sliding layer keeps the last tokens of a prompt only: an engine stores and loads at most what is counted. A "
+    "recurrent layer keeps a state of fixed size: an engine stores states on top, and hits only where one was stored."
+)
+"""What `Model.layer_note` means for a plan."""
+_TAIL = re.compile(r"-(instruct|thinking|16e|17b|128e|chat|base|pt|it|hf|fp8|awq|gptq|v\d+[.]\d+|2[45]\d\d)$")
 
 
 def model_names() -> list[str]:
@@ -120,7 +159,14 @@ def model_of(name: str, dtype: str = "bf16") -> Model:
             f"unknown model {name!r}, known ones: {', '.join(_MODELS)}; or the path of its config.json"
             f"{did_you_mean(known, _MODELS)}"
         )
-    return Model(known, *_MODELS[known], dtype=dtype, is_latent=known in _LATENT)
+    return Model(
+        known,
+        *_MODELS[known],
+        dtype=dtype,
+        is_latent=known in _LATENT,
+        sliding_layers=_SLIDING.get(known, 0),
+        recurrent_layers=_RECURRENT.get(known, 0),
+    )
 
 
 def _plain(name: str) -> str:
@@ -166,7 +212,10 @@ def _model_of_config(config: Mapping[str, Any], name: str, dtype: str) -> Model:
     layers = needed("num_hidden_layers", "n_layer")
     # Layers of linear attention keep a state of fixed size and no KV.
     kinds = config.get("layer_types")
-    kept = sum("linear" not in str(kind) for kind in kinds) if isinstance(kinds, list) else layers
+    kinds = [str(kind) for kind in kinds] if isinstance(kinds, list) else []
+    recurrent = sum("linear" in kind or "mamba" in kind for kind in kinds)
+    sliding = sum("sliding" in kind or "chunked" in kind for kind in kinds)
+    kept = len(kinds) - recurrent if kinds else layers
     latent = number("kv_lora_rank")
     if latent is not None:
         values = latent + needed("qk_rope_head_dim")
@@ -174,7 +223,16 @@ def _model_of_config(config: Mapping[str, Any], name: str, dtype: str) -> Model:
         heads = needed("num_attention_heads", "n_head")
         head_size = number("head_dim") or needed("hidden_size", "n_embd") // heads
         values = 2 * (number("num_key_value_heads") or heads) * head_size
-    return Model(name, kept, values, _params_of_config(number, layers), dtype, latent is not None)
+    return Model(
+        name,
+        kept,
+        values,
+        _params_of_config(number, layers),
+        dtype,
+        latent is not None,
+        sliding_layers=sliding,
+        recurrent_layers=recurrent,
+    )
 
 
 def _params_of_config(number: Any, layers: int) -> float | None:

@@ -117,6 +117,27 @@ def test_config_of_a_model_gives_the_shape(tmp_path, config, token_bytes):
     assert model_of(str(path)).token_bytes == model_of(str(tmp_path)).token_bytes == token_bytes
 
 
+def test_models_are_listed_with_what_is_assumed_of_their_layers(run):
+    status, out, err = run("plan", "--models")
+    assert (status, err) == (0, "")
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.strip()}
+    assert set(model_names()) <= set(rows)
+    assert rows["gpt-oss-20b"] == "24 48 KiB 3.6e9 12 sliding layers, counted in full"
+    assert rows["qwen3-next-80b-a3b"] == "48 24 KiB 3e9 36 recurrent layers, not counted"
+    assert rows["glm-4.5-air"] == "46 184 KiB 12e9"
+    assert model_of("meta-llama/Llama-4-Scout-17B-16E-Instruct").sliding_layers == 36
+    assert "hits only where one was stored" in out
+
+
+def test_config_with_sliding_and_recurrent_layers_counts_them(tmp_path):
+    path = tmp_path / "config.json"
+    kinds = ["linear_attention"] * 4 + ["sliding_attention"] * 3 + ["full_attention"]
+    path.write_text(json.dumps(LLAMA | {"num_hidden_layers": 8, "layer_types": kinds}))
+    model = model_of(str(path))
+    assert (model.num_layers, model.sliding_layers, model.recurrent_layers) == (4, 3, 4)
+    assert model.layer_note == "3 sliding layers, counted in full; 4 recurrent layers, not counted"
+
+
 def test_config_of_a_model_gives_about_its_parameters(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))

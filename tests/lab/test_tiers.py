@@ -134,6 +134,79 @@ def trace(write_trace):
     return write_trace([[0, 1], [2, 3], [4, 5], [0, 1, 6], [2, 3], [4, 5]], step_ms=1000)
 
 
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        ("ttft_p99=9", "recommended: 128 KiB of memory, policy lru, TTFT p99 "),
+        ("ttft_p99=9,dwpd=1e9", "recommended: 128 KiB of memory, policy lru, TTFT p99 "),
+        (
+            "ttft_p50=1e-9,ttft_p99=9",
+            "no line reaches the targets; the nearest: 128 KiB of memory, nvme 1 MiB, policy lru",
+        ),
+    ],
+)
+def test_plan_with_target_recommends_one_line(run, run_json, trace, target, line):
+    argv = (
+        "plan",
+        trace,
+        "--blocks",
+        "2,3",
+        "--model",
+        "128,params=8e9",
+        "--serving",
+        "engines=1,price=4/1",
+        "--jobs",
+        1,
+    )
+    argv = (*argv, "--tier", "nvme:1MiB@6GB/s", "--target", target)
+    status, out, err = run(*argv)
+    assert (status, err) == (0, "")
+    assert out.count("recommended: ") + out.count("no line reaches") == 1
+    assert line in out
+    recommended = run_json(*argv)["recommended"]
+    assert recommended["reached"] == line.startswith("recommended")
+    assert recommended["cell"]["num_blocks"] == 2
+    assert set(recommended["figures"]) == set(recommended["targets"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (("--target", "ttft=1"), "--target takes numbers > 0 for ttft_mean, ttft_p50, ttft_p99, dwpd"),
+        (("--target", "dwpd=-1"), "got 'dwpd=-1'"),
+        (("--target", "ttft_p99=1"), "needs a model with a known number of parameters"),
+        (("--target", "dwpd=1"), "dwpd needs a --tier"),
+    ],
+)
+def test_plan_with_impossible_target_says_why(run, trace, argv, error):
+    status, _, err = run("plan", trace, "--blocks", "2", *argv)
+    assert (status, error in err) == (2, True)
+
+
+def test_plot_of_a_plan_shows_time_price_and_writes(run, trace, tmp_path):
+    pytest.importorskip("matplotlib")
+    argv = (
+        "plan",
+        trace,
+        "--policy",
+        "lru,min",
+        "--model",
+        "128,params=8e9",
+        "--serving",
+        "engines=1,price=4/1",
+        "--jobs",
+        1,
+    )
+    headings = ("time to first token, p99", "drive writes a day", "price")
+    for blocks in ("2", "2,3"):
+        target = tmp_path / f"{blocks}.svg"
+        assert run(*argv, "--blocks", blocks, "--tier", "nvme:1MiB@6GB/s", "--save", target)[0] == 0
+        drawn = target.read_text()
+        assert all(f"<!-- {heading}" in drawn for heading in headings)
+        assert run("plan", trace, "--blocks", blocks, "--save", target)[0] == 0
+        assert not any(f"<!-- {heading}" in target.read_text() for heading in headings)
+
+
 def test_command_shows_hits_by_medium(run, trace, tmp_path):
     targets = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "html")}
     argv = ("plan", trace, "--blocks", "2,3", *MODEL, "--serving", "price=4/1/0.5")

@@ -21,6 +21,9 @@ kvcache plan trace.jsonl --policy lru,amq,gittins,min --blocks 1k,10k,100k
 kvcache plan trace.jsonl --model llama-3.1-8b --memory 256GiB,1TiB --save plan.html
 kvcache plan trace.jsonl --model qwen3-8b,fp8 --memory 64GiB \\
     --tier nvme:1TiB,4TiB@6GB/s,write_back --serving engines=8,price=4/0.1
+kvcache plan trace.jsonl --model llama-3.1-8b --memory 64GiB,256GiB --tier 1TiB@6GB/s \\
+    --serving price=4/0.1 --target ttft_p99=0.5,dwpd=3
+kvcache plan --models
 kvcache plan huge.jsonl.zst --sample 0.01 --checkpoint cells.jsonl
 """
 
@@ -29,6 +32,25 @@ def complete_policies(incomplete: str) -> list[str]:
     """Complete as `options.complete_policies` does, with the offline optimum."""
     done, comma, last = incomplete.rpartition(",")
     return options.complete_policies(incomplete) + [f"{done}{comma}min"] * "min".startswith(last)
+
+
+def list_models(asked: bool) -> None:
+    """Print the models that `--model` knows, and end the command."""
+    if asked:
+        from kvcache.assembly.models import COUNTED, model_names, model_of
+        from kvcache.lab.report.plan_tables import plain_table
+        from kvcache.options import format_size
+
+        lines: list[tuple[str, ...]] = []
+        for model in map(model_of, model_names()):
+            layers = model.num_layers + model.recurrent_layers
+            params = f"{(model.num_params or 0) / 1e9:g}e9"
+            lines.append((model.name, str(layers), format_size(model.token_bytes), params, model.layer_note))
+        heads = ("model", "layers", "KV of a token, bf16", "parameters a token", "assumed")
+        on = common.report_console(None)
+        on.print(plain_table(heads, lines), crop=False)
+        on.print(COUNTED, soft_wrap=True)
+        raise typer.Exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +89,15 @@ class PlanOptions:
             show_default=False,
         ),
     ] = None
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Recommend the cheapest line that reaches ttft_mean, ttft_p50, ttft_p99 (seconds) and dwpd (drive "
+            "writes a day), as in ttft_p99=0.12,dwpd=3.",
+            metavar="KEY=VALUE,...",
+            show_default=False,
+        ),
+    ] = None
     block_size: options.BlockSizeOption = None
     sample: Annotated[float, typer.Option(help="Replay this share of the blocks, with error bars.")] = 1.0
     seed: Annotated[int, typer.Option(help="Order of recorded sessions, and which blocks a sample holds.")] = 0
@@ -95,6 +126,9 @@ class PlanOptions:
             show_default=False,
         ),
     ] = None
+    models: Annotated[
+        bool, typer.Option("--models", help="List the models that --model knows.", is_eager=True, callback=list_models)
+    ] = False
     json: common.JsonOption = None
     quiet: common.QuietOption = False
 
@@ -109,12 +143,15 @@ def plan(given: PlanOptions) -> None:
     from kvcache.lab.report import plan_files
     from kvcache.lab.simulate.choices import NO_LIMIT, recorded_tier, stacks_of
     from kvcache.lab.simulate.plan import Settings, run
+    from kvcache.lab.simulate.targets import parse_targets
 
     model = read_model(given.model_text)
     targets = plan_files.Targets.read(given.json, given.save, given.checkpoint, given.file)
     source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed, given.trusted)
     given_tiers = tiers.parse_tiers(given.tier)
     _check(given, given_tiers, model)
+    wanted = parse_targets(given.target)
+    _check_targets(given, wanted, model)
     serving = tiers.parse_serving(given.serving, 1 + len(given_tiers))
     with source.open() as trace:
         split = source.split_of(trace)
@@ -140,7 +177,7 @@ def plan(given: PlanOptions) -> None:
             jobs=_read_jobs(given.jobs),
             is_quiet=given.quiet,
         )
-        plan_files.report(run(trace, settings, model), trace, targets)
+        plan_files.report(run(trace, settings, model), trace, targets, wanted)
 
 
 def _check(given: PlanOptions, given_tiers: list[TierChoice], model: Model | None) -> None:
@@ -163,6 +200,16 @@ def _check(given: PlanOptions, given_tiers: list[TierChoice], model: Model | Non
             )
         if given.sample < 1:
             raise ValueError(f"--tier ...,arbiter needs whole prefixes: leave out --sample, got {given.sample}")
+
+
+def _check_targets(given: PlanOptions, wanted: dict[str, float], model: Model | None) -> None:
+    """Raise ValueError if no cell can have a figure for a target."""
+    if any(name.startswith("ttft") for name in wanted) and (model is None or model.saved_s(1) is None):
+        raise ValueError(f"--target {given.target} needs a model with a known number of parameters: {HOW_TO_SIZE}")
+    if "dwpd" in wanted and not given.tier:
+        raise ValueError(f"--target {given.target}: dwpd needs a --tier, whose writes it limits")
+    if wanted and given.sample < 1:
+        raise ValueError(f"--target needs the times of whole requests: leave out --sample, got {given.sample}")
 
 
 def _read_jobs(text: str | None) -> int | str | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
-from kvcache.lab.report.plan_tables import print_result
+from kvcache.lab.report.plan_tables import advice_line, print_result
+from kvcache.lab.simulate.targets import recommend
 
 if TYPE_CHECKING:
     from kvcache.lab.simulate.cells import Cell
@@ -53,9 +54,13 @@ class Targets:
         return ", ".join(f"{kind}: {target}" for kind, target in named if target is not None)
 
 
-def report(result: Result, trace: TraceFile, targets: Targets) -> None:
-    """Write the files, print the tables, and exit with `INTERRUPTED` if the plan was stopped before its end."""
+def report(result: Result, trace: TraceFile, targets: Targets, wanted: dict[str, float]) -> None:
+    """Write the files, print the tables and the recommendation for the figures `wanted`.
+
+    Exit with `INTERRUPTED` if the plan was stopped before its end.
+    """
     settings, unbounded = result.settings, result.unbounded
+    advice = recommend(result, wanted) if wanted else None
     facts = [_facts(cell, result) for cell in result.cells]
     block_size = trace.block_size // settings.split
     if facts:
@@ -64,7 +69,11 @@ def report(result: Result, trace: TraceFile, targets: Targets) -> None:
     if facts and unbounded is not None:
         for target in targets.plots:
             _draw(result, unbounded, block_size, target)
-    common.write_json(targets.json, _document(result, trace, facts, block_size))
+    document = _document(result, trace, facts, block_size)
+    if advice is not None:
+        shown = None if advice["cell"] is None else _facts(advice["cell"], result)
+        document["recommended"] = {**advice, "targets": wanted, "cell": shown}
+    common.write_json(targets.json, document)
     if targets.json != "-":
         console = common.console(targets.json)
         if facts and unbounded is not None:
@@ -72,6 +81,8 @@ def report(result: Result, trace: TraceFile, targets: Targets) -> None:
         else:
             for cell in result.cells:
                 console.print(f"{cell.policy} at {cell.num_blocks:,} blocks: {cell.block_hit_rate:.2%}", soft_wrap=True)
+        if advice is not None:
+            console.print(advice_line(result, advice, wanted), soft_wrap=True, markup=False)
         if trace.num_skipped:
             console.print(f"bad lines skipped: {trace.num_skipped:,}")
         if written := str(targets):

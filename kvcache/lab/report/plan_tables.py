@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from kvcache.assembly.models import COUNTED
 from kvcache.cli import common
 from kvcache.lab.simulate.plan import NUM_SHARDS
+from kvcache.lab.simulate.targets import WRITES
 from kvcache.options import format_size
 
 if TYPE_CHECKING:
@@ -102,6 +104,31 @@ def _print_serving(console: Any, result: Result) -> None:
         f"{_shown(base['engine_busy'], '{:.0%}')}",
         soft_wrap=True,
     )
+    if result.model is not None and result.model.layer_note:
+        console.print(f"{result.model.name}: {result.model.layer_note}. {COUNTED}", soft_wrap=True, markup=False)
+
+
+def advice_line(result: Result, advice: dict[str, Any], wanted: dict[str, float]) -> str:
+    """Return the recommendation of `recommend` in one line."""
+    cell: Cell | None = advice["cell"]
+    if cell is None:
+        return "recommended: nothing, because no line has the figures of --target"
+    price = (cell.serving or {}).get("price")
+    parts = [f"{result.size_name(cell.num_blocks or 0)} of memory"]
+    if cell.tiers:
+        parts.append(result.stack_name(cell))
+    parts.append(f"policy {cell.policy}")
+    for name, target in wanted.items():
+        value = advice["figures"][name]
+        if name == WRITES:
+            parts.append(f"{value:.3g} drive writes a day (target {target:g})")
+        else:
+            shown = name.replace("ttft", "TTFT").replace("_", " ")
+            parts.append(f"{shown} {_time(value)} (target {_time(target)})")
+    if price is not None:
+        parts.append(f"price {price:,.1f}")
+    text = "recommended: " if advice["reached"] else "no line reaches the targets; the nearest: "
+    return text + ", ".join(parts)
 
 
 def _time(seconds: float | None) -> str:

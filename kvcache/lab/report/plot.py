@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache.lab.report.style import COLOURS, INK, MARKERS, caption, new_figure, plain_axes, save, thinned_ticks
+from kvcache.lab.report.style import COLOURS, INK, caption, new_figure, plain_axes, save, style_of, thinned_ticks
 from kvcache.lab.simulate.cells import OPTIMUM
+from kvcache.lab.simulate.targets import WRITES, figure_of
 from kvcache.options import format_size
 
 if TYPE_CHECKING:
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 
 PLOT_SUFFIXES = (".png", ".svg", ".html")
 
+# Figures that a plan may have besides hits: their heading, and how a cell's is read.
+_PRICE = "price"
+_FIGURES = {
+    "ttft_p99": "time to first token, p99, s",
+    WRITES: "drive writes a day",
+    _PRICE: "price",
+}
 # With more bars than these, the names would overlap.
 _LEVEL_NAMES = 5
 _PAGE = """<!doctype html>
@@ -102,19 +110,61 @@ def _capacities(chart: Chart) -> list[int]:
 
 
 def _figure(chart: Chart, title: str) -> Figure:
-    figure = new_figure()
+    figures = _figures_of(chart)
+    figure = new_figure(8.4, 8.2 if figures else 5.2)
+    grid = figure.add_gridspec(2 if figures else 1, max(1, len(figures)), height_ratios=(3, 2) if figures else None)
+    axes = figure.add_subplot(grid[0, :])
     if len(_capacities(chart)) > 1:
-        _draw_lines(figure, chart)
+        _draw_lines(figure, axes, chart)
     else:
-        _draw_bars(figure, chart)
+        _draw_bars(figure, axes, chart)
+    for i, (name, heading) in enumerate(figures.items()):
+        _draw_figure(figure.add_subplot(grid[1, i]), chart, name, heading)
     caption(figure, title, chart.footnote)
     return figure
 
 
-def _draw_lines(figure: Figure, chart: Chart) -> None:
+def _figure_of(cell: Cell, name: str) -> float | None:
+    return (cell.serving or {}).get(_PRICE) if name == _PRICE else figure_of(cell, name)
+
+
+def _figures_of(chart: Chart) -> dict[str, str]:
+    """Return the figures besides hits that all cells but the optimum's have."""
+    cells = [cell for cell in chart.cells if cell.policy != OPTIMUM]
+    names = [name for name in _FIGURES if all(_figure_of(cell, name) is not None for cell in cells)]
+    # Without a tier, nothing is written.
+    return {name: _FIGURES[name] for name in names if cells and (name != WRITES or chart.media)}
+
+
+def _draw_figure(axes: Any, chart: Chart, name: str, heading: str) -> None:
+    """Draw one figure below the hits: lines over capacities, or a bar for each line of the legend."""
+    from matplotlib.ticker import NullLocator
+
+    plain_axes(axes)
+    axes.set_title(heading, loc="left", fontsize=10)
+    capacities = _capacities(chart)
+    lines = {label: cells for label, cells in _lines(chart).items() if label != OPTIMUM}
+    for i, (label, cells) in enumerate(lines.items()):
+        values = [_figure_of(cell, name) or 0.0 for cell in cells]
+        style = style_of(i, label)
+        if len(capacities) > 1:
+            axes.plot(_points(cells)[0], values, markersize=4.5, linewidth=1.6, **style)
+        else:
+            axes.bar(label.replace(" + ", "\n+ "), values, width=0.6, color=style["color"])
+    if len(capacities) > 1:
+        axes.set_xscale("log")
+        ticks = thinned_ticks(capacities)[:: max(1, len(_figures_of(chart)) - 1)]
+        axes.set_xticks(ticks, [f"{blocks:,}" for blocks in ticks], fontsize=8)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("blocks of host memory", fontsize=9)
+    else:
+        axes.tick_params(axis="x", labelsize=7, labelrotation=40 if len(lines) > 2 else 0)
+    axes.set_ylim(bottom=0)
+
+
+def _draw_lines(figure: Figure, axes: Any, chart: Chart) -> None:
     from matplotlib.ticker import NullLocator, PercentFormatter
 
-    axes = figure.subplots()
     plain_axes(axes)
     capacities = _capacities(chart)
     rim = chart.unbounded.block_hit_rate
@@ -127,7 +177,7 @@ def _draw_lines(figure: Figure, chart: Chart) -> None:
         axes.fill_between(xs, ys, top, color="#EDEDED", linewidth=0, zorder=0, label="out of any policy's reach")
     for i, (name, cells) in enumerate(lines.items()):
         xs, ys = _points(cells)
-        style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        style = style_of(i, name)
         axes.plot(xs, ys, linewidth=2, markersize=5.5, label=name, clip_on=False, zorder=3, **style)
         if any(cell.block_hit_error for cell in cells):
             errors = [2 * (cell.block_hit_error or 0.0) for cell in cells]
@@ -152,10 +202,9 @@ def _draw_lines(figure: Figure, chart: Chart) -> None:
     figure.legend(loc="outside right upper", frameon=False)
 
 
-def _draw_bars(figure: Figure, chart: Chart) -> None:
+def _draw_bars(figure: Figure, axes: Any, chart: Chart) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    axes = figure.subplots()
     plain_axes(axes)
     cells = list(chart.cells)
     names = [chart.label(cell).replace(" + ", "\n+ ") for cell in cells]

@@ -14,8 +14,23 @@ if TYPE_CHECKING:
 # Okabe & Ito's colours without yellow, which is hardly visible on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
+POLICY_COLOURS = {
+    "lru": "#0072B2",
+    "arc": "#E69F00",
+    "mq": "#56B4E9",
+    "amq": "#CC79A7",
+    "lfuda": "#000000",
+    "gittins": "#D55E00",
+}
+"""The colour of each policy of kvcache, the same in every picture."""
 INK = "#333333"
 PALE = "#DDDDDD"
+
+
+def style_of(index: int, label: str) -> dict[str, Any]:
+    """Return colour and marker of line `index`; a label that begins with a policy has the policy's colour."""
+    colour = POLICY_COLOURS.get(label.partition(" ")[0], COLOURS[index % len(COLOURS)])
+    return {"color": colour, "marker": MARKERS[index % len(MARKERS)]}
 
 
 def save(figure: Figure, target: str) -> None:

@@ -1,0 +1,64 @@
+"""Choose the cheapest cell of a plan that reaches the targets of ``--target``: what to buy, in one line."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from kvcache.lab.simulate.cells import OPTIMUM
+
+if TYPE_CHECKING:
+    from kvcache.lab.simulate.cells import Cell
+    from kvcache.lab.simulate.plan import Result
+
+WRITES = "dwpd"
+TARGETS = ("ttft_mean", "ttft_p50", "ttft_p99", WRITES)
+
+
+def parse_targets(text: str | None) -> dict[str, float]:
+    """Parse ``ttft_p99=0.12,dwpd=3``: seconds to the first token, and drive writes a day. Raise ValueError if invalid.
+
+    >>> parse_targets("ttft_p99=0.12,dwpd=3")
+    {'ttft_p99': 0.12, 'dwpd': 3.0}
+    """
+    targets: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        name, _, value = part.strip().partition("=")
+        try:
+            targets[name] = float(value)
+        except ValueError:
+            targets[name] = math.nan
+        if name not in TARGETS or not 0 < targets[name] < math.inf:
+            raise ValueError(f"--target takes numbers > 0 for {', '.join(TARGETS)}, as in ttft_p99=0.12, got {part!r}")
+    return targets
+
+
+def figure_of(cell: Cell, name: str) -> float | None:
+    """Return a cell's figure for a target; of drive writes, those of the tier that is written most."""
+    serving: dict[str, Any] = cell.serving or {}
+    if name == WRITES:
+        writes = [medium.get("drive_writes_per_day") for medium in serving.get("media", ())[1:]]
+        return max((value for value in writes if value is not None), default=0.0)
+    value: float | None = serving.get(f"{name}_s")
+    return value
+
+
+def recommend(result: Result, targets: dict[str, float]) -> dict[str, Any]:
+    """Return the cell to buy and whether it reaches all targets.
+
+    Of the cells that reach them, it is the cheapest; without prices, the one with the least memory, and then the
+    smallest tiers. If no cell reaches them, it is the one whose worst figure exceeds its target by the smallest factor.
+    """
+    rated = []
+    for cell in result.cells:
+        figures = {name: figure_of(cell, name) for name in targets}
+        if cell.policy == OPTIMUM or any(value is None for value in figures.values()):
+            continue
+        excess = max((figures[name] or 0.0) / target for name, target in targets.items())
+        price = (cell.serving or {}).get("price")
+        cost = (price if price is not None else 0.0, cell.num_blocks or 0, sum(cell.tiers))
+        rated.append((excess > 1, excess if excess > 1 else 0.0, cost, figures, cell))
+    if not rated:
+        return {"cell": None, "reached": False, "figures": {}}
+    is_missed, _, _, figures, cell = min(rated, key=lambda one: one[:3])
+    return {"cell": cell, "reached": not is_missed, "figures": figures}
