@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help dev build stress demo fleet-demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm release clean
+.PHONY: force help dev build stress demo fleet-demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm release clean
 
 VENV := .venv
 comma := ,
@@ -33,7 +33,7 @@ help:
 	@echo "make dev     .venv with the test tools, and a build in place; runs no tests"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
-	@echo "Others: lint typecheck docs asv-site asv-history docs-alone bench-smoke test-rest test-device test-debug test-asan sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean"
+	@echo "Others: lint typecheck docs asv-site asv-history docs-alone bench-smoke test-rest test-device test-debug test-asan test-extras sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean"
 	@echo "By hand: tsan"
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -51,7 +51,12 @@ $(VENV)/torch.stamp: constraints.txt $(VENV)/venv.stamp
 	$(PIP_INSTALL) "$$(grep ^torch== constraints.txt)"
 	@touch $@
 
-build/wheel/stamp: $(SOURCES) constraints.txt | $(VENV)/venv.stamp
+# Written again at another commit, which is part of the version.
+build/commit: force
+	@mkdir -p build
+	@commit=$$(git rev-parse HEAD 2>/dev/null || true); [ -e $@ ] && [ "$$commit" = "$$(cat $@)" ] || echo "$$commit" >$@
+
+build/wheel/stamp: $(SOURCES) constraints.txt build/commit | $(VENV)/venv.stamp
 	@rm -rf build/wheel build/lib.* build/*.egg-info
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	@touch $@
@@ -116,6 +121,10 @@ lint: $(VENV)/extra-lint.stamp
 typecheck: $(VENV)/extra-lint.stamp $(VENV)/extra-test.stamp
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest $$(find kvcache -name '*.pyi' | sed 's/[.]pyi$$//; s#/#.#g' | sort) --mypy-config-file pyproject.toml
+
+# README, quickstart, how-tos and Dockerfiles with exactly the extras that they name: `test` installs all of them.
+test-extras: $(VENV)/extra-test.stamp
+	$(BIN)/python .ci/extras.py
 
 docs-alone: build/wheel/stamp
 	.ci/docs-alone

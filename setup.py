@@ -1,10 +1,14 @@
-"""The compiled modules and the Cython directives that hold for all of them."""
+"""The compiled modules, the Cython directives that hold for all of them, and the version with the commit in it."""
 
+import email
 import os
+import re
+import subprocess
 from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 DEBUG = os.environ.get("KVCACHE_DEBUG") == "1"
 SANITIZERS = os.environ.get("KVCACHE_SANITIZE", "")  # for the compiler: "address,undefined", or "thread"
@@ -47,8 +51,54 @@ def extension(source: str) -> Extension:
     )
 
 
+def git(*arguments: str) -> str:
+    """Return what git prints about this folder; "" outside a checkout or without git."""
+    if not Path(".git").exists():
+        return ""  # as in an sdist, which may lie inside another repository
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def version() -> str:
+    """Return `kvcache.version.__version__`; a version under development ends in its commit.
+
+    pip then replaces a build of one commit by that of another. An sdist states its version in PKG-INFO;
+    KVCACHE_COMMIT names the commit where neither git nor PKG-INFO can. A release has no suffix: indexes refuse it.
+    """
+    base = VERSION_LINE.search(Path("kvcache", "version.py").read_text())[1]
+    if ".dev" not in base:
+        return base
+    if Path("PKG-INFO").exists():
+        return email.message_from_string(Path("PKG-INFO").read_text())["Version"]
+    commit = os.environ.get("KVCACHE_COMMIT") or git("rev-parse", "--short=9", "HEAD")
+    if not commit:
+        return base
+    is_changed = "KVCACHE_COMMIT" not in os.environ and git("status", "--porcelain", "--untracked-files=no")
+    return f"{base}+g{commit}{'.dirty' if is_changed else ''}"
+
+
+VERSION_LINE = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
+VERSION = version()
+
+
+class BuildPy(build_py):
+    """Copies the Python files; the built `kvcache/version.py` states the version with the commit."""
+
+    def build_module(self, module, module_file, package):
+        copied = super().build_module(module, module_file, package)
+        if (package, module) == ("kvcache", "version"):
+            built = Path(self.get_module_outfile(self.build_lib, package.split("."), module))
+            built.write_text(VERSION_LINE.sub(f'__version__ = "{VERSION}"', built.read_text()))
+        return copied
+
+
 BUILD.mkdir(parents=True, exist_ok=True)
 setup(
+    version=VERSION,
+    cmdclass={"build_py": BuildPy},
     ext_modules=cythonize(
         [extension(source) for source in SOURCES],
         compiler_directives=DIRECTIVES,

@@ -15,10 +15,14 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
+from asv_benchmarks.traces import agents_path, conversation_path
+from asv_benchmarks.traces import fresh_keys as keys_of_requests
 from kvcache import CPUOffloadingManager, ReqContext
+from kvcache.lab.traces.chats import ChatWorkload
+from kvcache.lab.traces.trace import Trace
 from kvcache.registry import POLICIES
 
 BATCH = 1024
@@ -220,6 +224,32 @@ def aged_scenario(policy: str, case: str, num_blocks: int = NUM_BLOCKS) -> Itera
         yield timed("touch, remembered", manager.touch, fresh_keys(5 * num_blocks + i * BATCH // 2), ReqContext())[0]
 
 
+def trace_scenario(policy: str, num_blocks: int, requests: list[Any], split: int) -> Iterator[tuple[str, int]]:
+    """Yield (kind, nanoseconds of the thread's CPU) of every call of a trace, each of its blocks as `split` blocks."""
+    now_s = 0.0
+    manager: Any = CPUOffloadingManager(16, num_blocks, policy, clock=lambda: now_s)
+
+    def timed(call: Callable[..., Any], *arguments: Any) -> Any:
+        start = thread_time_ns()
+        answer = call(*arguments)
+        took.append((call.__name__, thread_time_ns() - start))
+        return answer
+
+    for request, keys in zip(requests, keys_of_requests(requests, split), strict=True):
+        took: list[tuple[str, int]] = []
+        now_s = request.arrival_s
+        context = ReqContext()
+        hits = timed(manager.lookup, keys, context)
+        timed(manager.touch, keys, context)
+        timed(manager.prepare_load, keys[:hits], context)
+        timed(manager.complete_load, keys[:hits], context)
+        output = timed(manager.prepare_store, keys, context)
+        if output is not None:
+            timed(manager.complete_store, output.keys_to_store, context)
+        timed(manager.on_request_finished, context)
+        yield from took
+
+
 def worst_calls(policy: str, half_referenced: bool, num_blocks: int = NUM_BLOCKS) -> dict[str, float]:
     """Return the worst call of each kind in microseconds; of each call the minimum over five identical replays."""
     return worst_of(lambda: scenario(policy, half_referenced, num_blocks))
@@ -264,6 +294,24 @@ class WorstCallAfterAnHour:
 
     def track_worst_call(self, case: str) -> float:
         return max(worst_of(lambda: aged_scenario("gittins", case), 3).values())
+
+
+class WorstCallOfTrace:
+    """The longest call on a trace in microseconds of CPU: conversation in blocks of 16 tokens, agents of 512."""
+
+    params = (("lru", "gittins"), ("conversation", "agents"), (60_000, 1_000_000))
+    param_names = ("policy", "trace", "num_blocks")
+    unit = "us"
+    timeout = 900
+
+    def track_worst_call(self, policy: str, trace: str, num_blocks: int) -> float:
+        path = conversation_path() if trace == "conversation" else agents_path()
+        requests: list[Any] = list(ChatWorkload(num_requests=3000))
+        if path is not None:
+            with Trace(path) as opened:
+                requests = list(opened)[:5000]
+        split = 32 if trace == "conversation" else 1
+        return max(worst_of(lambda: trace_scenario(policy, num_blocks, requests, split), 3).values())
 
 
 def main() -> int:

@@ -15,7 +15,8 @@ import kvcache
 project = "kvcache"
 author = "The kvcache founders"
 project_copyright = "the kvcache founders"
-version = release = kvcache.__version__
+release = kvcache.__version__
+version = release.partition("+")[0]
 
 extensions = [
     "myst_parser",

@@ -5,7 +5,7 @@ FROM python:3.12-slim
 
 COPY constraints.txt dist/kvcache-*-cp312-cp312-*.whl /tmp/wheels/
 RUN python -m pip install --no-cache-dir --constraint /tmp/wheels/constraints.txt \
-        matplotlib numpy pyyaml rich typer zstandard \
+        matplotlib msgspec numpy pyyaml rich typer xxhash zstandard \
     && python -m pip install --no-cache-dir --no-deps /tmp/wheels/*.whl \
     && rm -r /tmp/wheels \
     && useradd --uid 1000 --create-home planner

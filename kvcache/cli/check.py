@@ -12,6 +12,7 @@ import typer
 from kvcache.cli import common
 from kvcache.cli.model import ModelOption, read_model
 from kvcache.options import parse_size
+from kvcache.version import __version__
 
 if TYPE_CHECKING:
     from kvcache.cli.findings import Finding
@@ -74,7 +75,8 @@ def _report(config: Path, findings: list[Finding], strict: bool, json: str | Non
     table = common.facts_table(
         (Text(one.level, style=_STYLES[one.level]), one.subject, Text(one.text)) for one in findings
     )
-    common.report(json, {"config": str(config), "findings": [asdict(finding) for finding in findings]}, table)
+    document = {"version": __version__, "config": str(config), "findings": [asdict(finding) for finding in findings]}
+    common.report(json, document, f"kvcache {__version__}", table)
     failing = {"error", "warning"} if strict else {"error"}
     num_failed = sum(finding.level in failing for finding in findings)
     if num_failed:

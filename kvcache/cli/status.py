@@ -58,7 +58,8 @@ def _rows(path: Path, found: Any) -> tuple[list[str], list[list[str]]]:
             block += f", {format_size(found['block_bytes'])}"
         head = [
             " ".join(f"{name}={value}" for name, value in found["labels"].items()),
-            f"up {found['uptime_s']:,.0f} s; blocks of {block}; configuration: --json",
+            f"kvcache {found.get('config', {}).get('version', '(unknown)')}; up {found['uptime_s']:,.0f} s; "
+            f"blocks of {block}; configuration: --json",
         ]
         return list(map(printable, head)), [[printable(str(text)) for text in row] for row in rows]
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:

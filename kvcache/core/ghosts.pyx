@@ -10,7 +10,7 @@ from libc.stdlib cimport free, realloc
 
 from kvcache.core.index cimport (
     Bucket, Probe, buckets_for, clear as clear_memory, hash_of, index_delete, index_first, index_insert, index_next,
-    tight_buckets_for, zeroed,
+    prefetch, tight_buckets_for, zeroed,
 )
 
 
@@ -117,6 +117,7 @@ cdef class GhostList:
         if self.free_head != 0:
             ghost = self.free_head
             self.free_head = self.ghosts[ghost].next
+            prefetch(&self.ghosts[self.free_head])  # the next ghost taken: its link is needed first
         else:
             self.num_fresh += 1
             ghost = self.num_fresh

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("typer")
 
+import kvcache
 from kvcache.integrations.vllm.releases import describe_release
 
 MODULE = "kvcache.integrations.vllm"
@@ -36,6 +37,11 @@ def check(run, tmp_path):
         return status, " ".join((out + err).split())
 
     return command
+
+
+def test_check_prints_the_version(check, run_json, tmp_path):
+    assert check(ours())[1].startswith(f"kvcache {kvcache.__version__} ")
+    assert run_json("check", tmp_path / "c.json")["version"] == kvcache.__version__
 
 
 def test_settings_of_vllm_are_found_inside_its_own(check):

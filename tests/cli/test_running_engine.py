@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import kvcache
 from kvcache import CPUOffloadingSpec, OffloadingConfig, OffloadingGroup
 
 
@@ -26,6 +27,7 @@ def test_the_only_engine_is_found(engine, run, run_json):
     code, out, _ = run("status")
     assert code == 0
     assert "policy=arc" in out
+    assert f"kvcache {kvcache.__version__}; up " in out
     assert "stored_blocks" in out
     assert all(line == line.rstrip() for line in out.splitlines())
 

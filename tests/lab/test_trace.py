@@ -3,11 +3,14 @@
 import gzip
 import json
 import os
+import sys
 import threading
 
 import pytest
 
+from kvcache.lab.commands.options import TraceOptions
 from kvcache.lab.traces.trace import Trace, TraceError
+from kvcache.recorder.files import MAGIC
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -20,6 +23,17 @@ BAILIAN = [
     {"chat_id": 4, "parent_chat_id": 3, "timestamp": 62, "type": "search", "turn": 2, "hash_ids": [4, 5, 6]},
 ]
 BAILIAN[1] |= {"input_length": 33, "output_length": 9}
+
+
+def test_open_trace_without_msgspec_reads_all_but_recordings(tmp_path, monkeypatch):
+    for name in ("msgspec", "kvcache.recorder.format", "kvcache.lab.traces.recorded_trace"):
+        monkeypatch.setitem(sys.modules, name, None)
+    path = write(tmp_path, lines_of(MOONCAKE))
+    with TraceOptions(path, None, False, 1, 0).open() as trace:
+        assert len(list(trace)) == 2
+    recording = write(tmp_path, MAGIC, "run.kvlog")
+    with pytest.raises(ModuleNotFoundError):
+        TraceOptions(recording, None, False, 1, 0).open()
 
 
 def lines_of(records):

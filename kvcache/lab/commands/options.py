@@ -158,13 +158,15 @@ class TraceOptions:
 
     def open(self) -> TraceFile:
         """Open the trace; open a recording of a manager as a trace."""
-        from kvcache.lab.traces.recorded_trace import RecordedTrace
         from kvcache.lab.traces.trace import open_trace
 
         common.at_least("--users", self.users, 1)
         common.at_least("--seed", self.seed, 0)
         listed = self._sizes[0]
         if is_recording(self.file):
+            # Needs msgspec, of the extra `record`; plain traces do not.
+            from kvcache.lab.traces.recorded_trace import RecordedTrace
+
             trace: TraceFile = RecordedTrace(self.file, self.trusted)
         else:
             trace = open_trace(self.file, listed, self.skip_bad, self.users, self.seed)

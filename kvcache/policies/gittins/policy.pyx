@@ -34,8 +34,9 @@ cdef enum:
     TOUCHES_PER_TABLE = 64
     MOST_PASSED = 2048          # groups with a protected tail that one store skips
     SHARING_SHIFT = 27          # bit offset in a label; MOST_GROUPS = 1 << SHARING_SHIFT
-    SPARE_KEYS = 4096           # remembered keys that one call may add before the memory must grow
-    AHEAD = 8                   # ghosts prefetched ahead of their removal
+    SPARE_KEYS = 4096           # two keys per key of the longest request, and one in SPARE_SHARE of the capacity,
+    SPARE_SHARE = 2             # may be remembered for a while: growing the memory would take milliseconds
+    AHEAD = 8                   # ghosts prefetched ahead of their use
     PASSING_SHARE = 20          # one in so many blocks may be passing
 
 cdef enum:
@@ -139,7 +140,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.aged = AgedGroups(self.values)
         # Pages stay untouched until used. Growing would copy megabytes.
         self.aged.grow(cache_capacity + SPARE_KEYS)
-        self.memory = GhostList(MEMORY_FACTOR * cache_capacity + cache_capacity // 16 + SPARE_KEYS, tight=True)
+        self.memory = GhostList(MEMORY_FACTOR * cache_capacity + cache_capacity // SPARE_SHARE + SPARE_KEYS, tight=True)
         self.on_reset()
 
     def __dealloc__(self):
@@ -271,11 +272,11 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     ) noexcept nogil:
         """Write the ghost of each key that is not resident, or 0."""
         cdef Py_ssize_t i
-        for i in range(n):
-            if rows[i] == 0:
+        for i in range(n + AHEAD):
+            if i < n and rows[i] == 0:
                 prefetch_ghost(self.memory, hashes[i])
-        for i in range(n):
-            ghosts[i] = self.memory.find(hashes[i]) if rows[i] == 0 else 0
+            if i >= AHEAD:
+                ghosts[i - AHEAD] = self.memory.find(hashes[i - AHEAD]) if rows[i - AHEAD] == 0 else 0
 
     cdef int64_t _lowest_value(self) noexcept nogil:
         """Return the value of the least valuable cell that holds resident blocks, or -1."""
@@ -530,6 +531,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             else:
                 num_victims[0] = self._choose(names, places + num_free, n - num_free, is_whole, True, victims)
             num_taken = num_free + num_victims[0]
+            self._remember_rows(victims, num_victims[0])
         if num_taken == 0:
             self._trim()
         return num_taken
@@ -648,16 +650,26 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return self.values.value[class_of(self.aged, group) * NUM_BINS]
 
     cdef inline void _evict(self, int32_t tail) noexcept nogil:
-        """Remove a victim, and prefetch data for the next victim, for the release and for the memory."""
+        """Remove a victim from its group, and prefetch data for the next victim and for the release."""
         prefetch(&self.members[self.table.rows[tail].prev])
         # Keys of a prompt are mostly in consecutive rows.
         prefetch(&self.table.rows[max(tail - 5, 0)])
         prefetch(&self.members[max(tail - 8, 0)])
         prefetch(self.table.rows[tail].key)
-        prefetch_ghost(self.memory, self.table.rows[self.table.rows[tail].prev].hash)
-        if self._place_of(tail).label != 0:
-            self._remember(self.table.rows[tail].hash, self._place_of(tail).label)
         self._detach_row(tail)
+
+    cdef void _remember_rows(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        """Append the keys of rows that are no longer in any group to the memory, in the order given."""
+        cdef Py_ssize_t i
+        cdef int32_t row
+        # Each key goes to another cache line of the index. Prefetched while rows are selected, it would come too late.
+        for i in range(n + AHEAD):
+            if i < n:
+                prefetch_ghost(self.memory, self.table.rows[rows[i]].hash)
+            if i >= AHEAD:
+                row = rows[i - AHEAD]
+                if self._place_of(row).label != 0:
+                    self._remember(self.table.rows[row].hash, self._place_of(row).label)
 
     cdef inline bint _may_leave(self, RequestKeys names, int32_t row, bint is_whole) noexcept nogil:
         cdef Py_ssize_t place
@@ -692,8 +704,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef Py_ssize_t i
         cdef int32_t row, ghost, before, parent
         cdef Label label
+        for i in range(min(n, AHEAD)):
+            prefetch_ghost(self.memory, names.named[places[i]].hash)
         for i in range(n):
             row = rows[i]
+            if i + AHEAD < n:
+                prefetch_ghost(self.memory, names.named[places[i + AHEAD]].hash)
             ghost = names.uses[places[i]].note
             label = self._forget(ghost) if ghost != 0 else 0
             self.members[row].kids = 0
@@ -724,9 +740,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             row = rows[i]
             self._unlink(row)
             self._leave_parent(row)
-            if self._place_of(row).label != 0:
-                self._remember(self.table.rows[row].hash, self._place_of(row).label)
         if n:
+            self._remember_rows(rows, n)
             self._trim()
 
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
@@ -763,6 +778,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 self._evict(row)
                 out[got] = row
                 got += 1
+        self._remember_rows(out, got)
         self._trim()
         return got
 
