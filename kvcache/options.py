@@ -233,8 +233,12 @@ class Options:
             return _parsed(field, home.get(name), f" in {where}")
 
         def refuse_unknown() -> None:
-            if unknown := name_unknown([*(name for name in given if name != ADVANCED), *inside], declared):
-                raise ValueError(f"unknown options of {where}: {unknown}; known ones: {', '.join(declared) or 'none'}")
+            places = {
+                name: f"{ADVANCED}.{name}" if field.metadata["advanced"] else name for name, field in declared.items()
+            }
+            if unknown := name_unknown([*(name for name in given if name != ADVANCED), *inside], places):
+                known = ", ".join(places.values()) or "none"
+                raise ValueError(f"unknown options of {where}: {unknown}; known ones: {known}")
 
         values = run_all([*(partial(value_of, *item) for item in declared.items()), refuse_unknown])
         # The constructor would parse again, and name another place in errors.
@@ -427,12 +431,15 @@ def _advanced_of(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 def name_unknown(given: Iterable[str], known: Collection[str]) -> str:
     """Return the keys of `given` that are not `known`, each with the known key that it resembles, or "".
 
+    If `known` is a mapping, its values are shown in place of the keys.
+
     >>> name_unknown({"cache_polcy": "arc", "zzz": 1}, ["cache_policy", "tiers"])
     "cache_polcy (did you mean 'cache_policy'?), zzz"
     """
     named = []
     for name in sorted(str(name) for name in given if name not in known):
         close = difflib.get_close_matches(name, sorted(known), n=1)
+        close = [known[key] if isinstance(known, Mapping) else key for key in close]
         named.append(f"{name} (did you mean {close[0]!r}?)" if close else name)
     return ", ".join(named)
 

@@ -5,10 +5,12 @@ An engine finds the same faults after it has loaded its weights, a minute or mor
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +20,17 @@ import typer
 
 from kvcache.assembly.assemble import OffloadSettings, TierSettings
 from kvcache.assembly.spec import SpecOptions
+from kvcache.integrations.vllm import engine_keys
 from kvcache.integrations.vllm import settings as vllm
 from kvcache.integrations.vllm.releases import describe_release
 from kvcache.options import Component, OptionError, format_size, name_unknown, parse_size
+from kvcache.recorder.files import refusal_of
+from kvcache.registry import EXPORTERS, TIERS
 from kvcache.tiering.controller import TierConfig
 
 _WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
+_LEAST_POOL_BYTES = 1 << 20
+"""Less than a block of any model that is served."""
 _SPEC_KEYS = OffloadSettings.keys() | SpecOptions.keys()
 
 
@@ -44,9 +51,13 @@ def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | Non
     given, transfer, is_vllm, has_events, engine_block = _read(config)
     if not is_vllm:
         return check_config(given, block_bytes=num_bytes, world_size=workers)
-    faults = [fault for fault in (vllm.connector_fault(transfer), vllm.spec_fault(given)) if fault]
+    faults = [*vllm.connector_faults(transfer), *filter(None, [vllm.spec_fault(given)])]
     findings = [Finding("error", "connector", f"vLLM would not use kvcache: {fault}") for fault in faults]
+    findings += [Finding(level, "options", text) for level, text in engine_keys.engine_faults(given, engine_block)]
     findings += check_config(given, block_bytes=num_bytes, world_size=workers, is_vllm=True, is_latent=is_latent)
+    if vllm.is_engine_spec(given) and not engine_keys.has_accelerator():
+        findings = [finding for finding in findings if finding.subject != "data plane"]
+        findings.append(Finding("error", "data plane", engine_keys.NO_DEVICE))
     findings.append(Finding(*describe_release("eviction_policy" in given)))
     if has_events and not given.get(vllm.SELF_DESCRIBING):
         findings.append(Finding("warning", "events", vllm.UNDESCRIBED))
@@ -88,12 +99,15 @@ def check_config(
         world_size = 1 if placement.shares_one_copy(is_latent) else world_size
     policy = settings.cache_policy if placement is None else placement.policy
     pool_bytes = 0
+    if settings.cpu_bytes_to_use is not None and not block_bytes and settings.cpu_bytes_to_use < _LEAST_POOL_BYTES:
+        text = f"cpu_bytes_to_use is {settings.cpu_bytes_to_use} bytes, less than a block: a unit, as in '64GiB'?"
+        findings.append(Finding("error", "pool", text))
     try:
         num_blocks = settings.num_blocks(block_bytes, world_size, where)
     except ValueError as error:
-        if settings.cpu_bytes_to_use is None or block_bytes:
+        if block_bytes or (settings.cpu_bytes_to_use is None) == (settings.num_cpu_blocks is None):
             return [*findings, Finding("error", "pool", str(error))]
-        pool_bytes = settings.cpu_bytes_to_use
+        pool_bytes = settings.cpu_bytes_to_use or 0
         findings.append(
             Finding(
                 "ok",
@@ -107,9 +121,13 @@ def check_config(
         findings.append(Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {policy}"))
     if pool_bytes:
         findings += _check_memory(pool_bytes, settings)
-    findings += [_check_exporter(one) for one in settings.exporters]
-    for tier in settings.tiers:
-        findings += _check_tier(tier, block_bytes * world_size)
+    if settings.record:
+        findings += _check_record(settings.record, settings.record_max_bytes)
+    findings += [_check_exporter(exporter) for exporter in settings.exporters]
+    findings += _check_same_exporters(settings)
+    for number, tier in enumerate(settings.tiers):
+        findings += _check_tier(f"tiers[{number}] {TIERS.path_of(tier.cls)}", tier, block_bytes * world_size)
+    findings += _check_together(settings)
     if placement is not None:
         findings.append(Finding("ok", "data plane", data_plane))
     return findings
@@ -133,6 +151,8 @@ def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, boo
     for name in _WRAPPERS:
         if isinstance(given, Mapping) and name in given:
             outer, given, where = given, given[name], name
+    if where != _WRAPPERS[1] and isinstance(given, Mapping) and "kv_connector" in given:
+        outer, given, where = given, {}, _WRAPPERS[1]  # a connector without options
     if not isinstance(given, Mapping):
         raise ValueError(f"{where} in {source} must be an object, got {given!r:.200}")
     is_vllm = where != "extra_config" or "spec_module_path" in given or "secondary_tiers" in given
@@ -174,8 +194,7 @@ def _check_memory(pool_bytes: int, settings: OffloadSettings) -> Iterator[Findin
         yield _room("shared memory", folder, pool_bytes)
 
 
-def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
-    subject = f"tier {tier.cls.__name__}"
+def _check_tier(subject: str, tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
     if reason := tier.unavailable_reason():
         yield Finding("error", subject, reason)
     else:
@@ -183,45 +202,117 @@ def _check_tier(tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
         if tier.config.write_policy != TierConfig.write_policy:
             text = f"written by {tier.config.write_policy}, {text}"
         yield Finding("ok", subject, text)
-    options = tier.options.arguments()
-    if "path" not in options or "capacity" not in options:
-        # Only a tier that names a directory and a capacity keeps its blocks on this machine.
+    disk = _disk_of(tier)
+    if disk is None:
         return
-    path = Path(options["path"])
-    capacity_bytes = parse_size("capacity", options["capacity"])
-    if block_bytes and capacity_bytes < block_bytes:
-        text = f"capacity {format_size(capacity_bytes)} is less than one block of {format_size(block_bytes)}"
-        yield Finding("error", subject, text)
-    used_bytes = 0
-    if path.is_dir():
-        status = path.stat()
+    if disk.capacity_bytes < disk.least_bytes(block_bytes):
+        least = f"one block of {format_size(block_bytes)}" if block_bytes else format_size(disk.least_bytes(0))
+        yield Finding("error", subject, f"capacity {format_size(disk.capacity_bytes)} is less than {least}")
+    if disk.path.is_dir():
+        status = disk.path.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             mode = oct(status.st_mode & 0o777)
-            yield Finding("warning", subject, f"{path}, owner {status.st_uid}, mode {mode}: other users may read it")
-        used_bytes = sum(entry.stat().st_blocks * 512 for entry in path.iterdir() if entry.is_file())
-        yield Finding("ok", subject, f"{path} exists and takes {format_size(used_bytes)} on disk")
-    elif path.exists():
-        yield Finding("error", subject, f"{path} is not a directory")
+            yield Finding(
+                "warning", subject, f"{disk.path}, owner {status.st_uid}, mode {mode}: other users may read it"
+            )
+        yield Finding("ok", subject, f"{disk.path} exists and takes {format_size(disk.used_bytes)} on disk")
+    if not disk.is_read_only and (disk.path.is_dir() or not disk.path.exists()):
+        yield _room(subject, disk.path, disk.needed_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Disk:
+    """A tier with a directory and a capacity on this machine."""
+
+    tier: type[Any]
+    path: Path
+    capacity_bytes: int
+    is_read_only: bool
+
+    @property
+    def used_bytes(self) -> int:
+        files = self.path.iterdir() if self.path.is_dir() else ()
+        return sum(entry.stat().st_blocks * 512 for entry in files if entry.is_file())
+
+    @property
+    def needed_bytes(self) -> int:
+        return 0 if self.is_read_only else max(0, self.capacity_bytes - self.used_bytes)
+
+    def least_bytes(self, block_bytes: int) -> int:
+        capacity_for = getattr(self.tier, "capacity_for", None)
+        return block_bytes if capacity_for is None else int(capacity_for(1, block_bytes or 1))
+
+
+def _disk_of(tier: TierSettings) -> _Disk | None:
+    """Return the tier as one with a directory and a capacity on this machine, if it names both."""
+    options = tier.options.arguments()
+    if "path" not in options or "capacity" not in options:
+        return None
+    capacity_bytes = parse_size("capacity", options["capacity"])
+    return _Disk(tier.cls, Path(options["path"]), capacity_bytes, options.get("read_only") is True)
+
+
+def _check_together(settings: OffloadSettings) -> Iterator[Finding]:
+    """Check what only several tiers do: name one directory, or fill one file system."""
+    disks = [disk for disk in map(_disk_of, settings.tiers) if disk is not None]
+    for path, count in Counter(disk.path.resolve() for disk in disks).items():
+        if count > 1:
+            text = f"{count} tiers have the path {path}; a directory belongs to one tier"
+            yield Finding("error", "tiers", text)
+    by_system: dict[int, list[_Disk]] = {}
+    for disk in disks:
+        by_system.setdefault(_existing(disk.path).stat().st_dev, []).append(disk)
+    for together in by_system.values():
+        free = shutil.disk_usage(_existing(together[0].path)).free
+        needed = sum(disk.needed_bytes for disk in together)
+        # A tier that does not fit alone has an error of its own.
+        if len(together) > 1 and free < needed and all(disk.needed_bytes <= free for disk in together):
+            paths = " and ".join(str(disk.path) for disk in together)
+            text = f"{paths} are on one file system: {format_size(needed)} are needed, {format_size(free)} are free"
+            yield Finding("error", "tiers", text)
+
+
+def _check_record(path: str, max_bytes: int) -> Iterator[Finding]:
+    if importlib.util.find_spec("msgspec") is None:
+        yield Finding("error", "recording", "recording needs the package msgspec: pip install 'kvcache[record]'")
+    if reason := refusal_of(path):
+        yield Finding("error", "recording", reason)
         return
-    yield _room(subject, path, max(0, capacity_bytes - used_bytes))
+    yield _room("recording", Path(path).parent, max_bytes)
+
+
+def _check_same_exporters(settings: OffloadSettings) -> Iterator[Finding]:
+    """Name exporters that would open one address: each alone can be opened."""
+    for exporter, count in Counter((exporter.cls, str(exporter.options)) for exporter in settings.exporters).items():
+        if count > 1:
+            name = EXPORTERS.path_of(exporter[0])
+            yield Finding("warning", f"exporter {name}", f"{name} is configured {count} times with equal options")
 
 
 def _check_exporter(exporter: Component) -> Finding:
-    subject = f"exporter {exporter.cls.__name__}"
+    subject = f"exporter {EXPORTERS.path_of(exporter.cls)}"
     reason = exporter.unavailable_reason()
     # The engine starts without the exporter, so this is not an error.
     return Finding("warning", subject, reason) if reason else Finding("ok", subject, "can be opened")
 
 
+def _existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
 def _room(subject: str, path: Path, num_bytes: int) -> Finding:
     """Check whether a file system has room for so many bytes; `path` itself need not exist."""
-    at = path
-    while not at.exists() and at != at.parent:
-        at = at.parent
-    if at == Path("/") and path != at:
+    folder = _existing(path)
+    if folder == Path("/") and path != folder:
         return Finding("warning", subject, f"nothing of {path} exists: is its file system not mounted?")
-    if not os.access(at, os.W_OK):
-        return Finding("error", subject, f"{at} cannot be written by user {os.geteuid()}")
-    free = shutil.disk_usage(at).free
+    if not folder.is_dir():
+        return Finding("error", subject, f"{folder} is not a directory")
+    if not os.access(folder, os.W_OK):
+        return Finding("error", subject, f"{folder} cannot be written by user {os.geteuid()}")
+    free = shutil.disk_usage(folder).free
     text = f"{format_size(num_bytes)} are needed below {path}, {format_size(free)} are free"
     return Finding("error" if free < num_bytes else "ok", subject, text)

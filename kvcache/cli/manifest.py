@@ -162,8 +162,8 @@ def _placement(text: str) -> tuple[vllm.Placement, str, str]:
     extra = given.get(vllm.WHERE) if isinstance(given, dict) else None
     if not isinstance(extra, dict):
         raise ValueError(f"{_ARGUMENT} must be an object with {vllm.WHERE!r}, got {text!r:.200}")
-    if fault := vllm.connector_fault(given) or vllm.spec_fault(extra):
-        raise ValueError(f"vLLM would not use kvcache: {fault}")
+    if faults := [*vllm.connector_faults(given), *filter(None, [vllm.spec_fault(extra)])]:
+        raise OptionError(*(f"vLLM would not use kvcache: {fault}" for fault in faults))
     # The folder is one of the container, not of this machine.
     placement = vllm.read_config({key: value for key, value in extra.items() if key != "pool_folder"})
     folder = extra.get("pool_folder", placement.settings.pool_folder)

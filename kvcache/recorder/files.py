@@ -108,6 +108,19 @@ class RotatingFile:
         self._fd = -1
 
 
+def refusal_of(path: str) -> str:
+    """Return why a recorder could not write to a path, in which ``{pid}`` is replaced, or "" if it can."""
+    target = Path(path.replace("{pid}", str(os.getpid())))
+    try:
+        for file in (target, older_file(target)):
+            _check_replaceable(file)
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        return f"{target} cannot be recorded to: {error.strerror}"
+    return ""
+
+
 def _check_replaceable(path: Path) -> bool:
     """Return whether `path` exists. Raise ValueError if it is not a recording, or is being recorded to."""
     try:

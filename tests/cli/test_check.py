@@ -26,6 +26,12 @@ def engines(**options):
     return {"kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 64 << 20} | options}
 
 
+@pytest.fixture(autouse=True)
+def accelerator(monkeypatch):
+    """A machine with an accelerator, which vLLM's own manager needs."""
+    monkeypatch.setattr("kvcache.integrations.vllm.engine_keys.has_accelerator", lambda: True)
+
+
 @pytest.fixture
 def check(run, tmp_path):
     """Check a configuration; return the exit status, and the output as one line."""
@@ -65,7 +71,8 @@ def test_errors_end_with_status_1_and_are_counted(check, tmp_path):
     [
         ({"block_size": 16}, {"self_describing_kv_events": False}, "routers ignore events without tokens"),
         ({"block_size": 16}, {}, ""),
-        ({"block_size": 16}, {"block_size": 16, "blocks_per_chunk": 1}, ""),
+        ({"block_size": 16}, {"block_size": 16}, ""),
+        ({"block_size": 16}, {"blocks_per_chunk": 1}, ""),
         ({}, {"blocks_per_chunk": 4}, "ignores events of another block size"),
         ({"block_size": 16}, {"block_size": 64}, "ignores events of another block size"),
     ],
@@ -99,7 +106,7 @@ def test_check_vllm_manager_with_our_tier_and_policy_names_the_data_plane(check,
     assert "policy Amq" in text
     assert "vLLM's worker, one copy for all ranks of a pure MLA model" in text
     assert "32 chunks of 1,048,576 bytes and 32 MiB on each rank" in text
-    assert "tier DiskTier" in text
+    assert "tiers[0] disk" in text
     assert "warning options" not in text
 
 

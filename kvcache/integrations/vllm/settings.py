@@ -108,17 +108,18 @@ def uses_kvcache(extra_config: Mapping[str, Any]) -> bool:
     return extra_config.get("spec_module_path") == __package__ or module == POLICY_MODULE or bool(_tiers(extra_config))
 
 
-def connector_fault(transfer: Mapping[str, Any]) -> str:
-    """Return why vLLM would not make its OffloadingConnector of this ``--kv-transfer-config``, or "".
+def connector_faults(transfer: Mapping[str, Any]) -> list[str]:
+    """Return why vLLM would not make its OffloadingConnector of this ``--kv-transfer-config``; empty if it would.
 
     A mapping that holds nothing but ``kv_connector_extra_config`` is an excerpt.
     """
     if len(transfer) < 2:
-        return ""
-    for name, values in _CONNECTOR_VALUES.items():
-        if transfer.get(name) not in values:
-            return f"{name} must be {' or '.join(map(repr, values))}, got {transfer.get(name)!r}"
-    return ""
+        return []
+    return [
+        f"{name} must be {' or '.join(map(repr, values))}, got {transfer.get(name)!r}"
+        for name, values in _CONNECTOR_VALUES.items()
+        if transfer.get(name) not in values
+    ]
 
 
 def spec_fault(extra_config: Mapping[str, Any]) -> str:
@@ -267,6 +268,20 @@ def _read_manager(extra_config: Mapping[str, Any], num_groups: int) -> OurManage
     Without a policy it is `gittins`, for a model with one group of KV caches: it stores nothing behind a block that is
     absent, and groups with a sliding window leave blocks out. For `num_groups` > 1 it is `lru`.
     """
+    options = {key: value for key, value in extra_config.items() if key not in _DECIDED_BY_ENGINE}
+    policy = DEFAULT_POLICY if num_groups == 1 else "lru"
+    settings, data_plane = run_all(
+        (
+            partial(OffloadSettings.parse_part, {"cache_policy": policy, **options}, WHERE),
+            partial(_read_data_plane, extra_config),
+        )
+    )
+    _check_under_engine(settings)
+    return OurManager(settings, settings.cache_policy, data_plane)
+
+
+def _read_data_plane(extra_config: Mapping[str, Any]) -> str | None:
+    """Parse the keys that only the adapter reads."""
     for key in _ENGINE_POLICY_KEYS & extra_config.keys():
         raise ValueError(f"kvcache reads 'cache_policy', not {key!r}={extra_config[key]!r}")
     data_plane = extra_config.get(DATA_PLANE)
@@ -277,9 +292,11 @@ def _read_manager(extra_config: Mapping[str, Any], num_groups: int) -> OurManage
     spec_name = extra_config.get("spec_name", SPEC_NAME)
     if spec_name != SPEC_NAME and extra_config.get("spec_module_path") == __package__:
         raise ValueError(f"spec_name of {__package__} must be {SPEC_NAME!r}, got {spec_name!r}")
-    options = {key: value for key, value in extra_config.items() if key not in _DECIDED_BY_ENGINE}
-    policy = DEFAULT_POLICY if num_groups == 1 else "lru"
-    settings = OffloadSettings.parse_part({"cache_policy": policy, **options}, WHERE)
+    return data_plane
+
+
+def _check_under_engine(settings: OffloadSettings) -> None:
+    """Raise ValueError if the options of our manager do not work under vLLM."""
     if any(component.cls.needs_events for component in settings.exporters):
         raise ValueError("the exporter 'kv_events' does not work under vLLM; use vLLM's --kv-events-config")
     if settings.cpu_bytes_to_use is None:
@@ -288,7 +305,6 @@ def _read_manager(extra_config: Mapping[str, Any], num_groups: int) -> OurManage
         raise ValueError(f"'pool_path' does not work under vLLM; use 'pool_folder', got {settings.pool_path!r}")
     if settings.tiers and not Path(settings.pool_folder).is_dir():
         raise ValueError(f"pool_folder must be a folder in shared memory, got {settings.pool_folder!r}")
-    return OurManager(settings, settings.cache_policy, data_plane)
 
 
 def larger_blocks(extra_config: Mapping[str, Any], engine_block: object) -> str:

@@ -20,7 +20,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakSet
@@ -95,6 +95,31 @@ def writer_of(path: str | os.PathLike[str]) -> str:
         except BlockingIOError:
             return _in_use(path, fd)
     return ""
+
+
+def refusal_of(path: str | os.PathLike[str], read_only: bool) -> str:
+    """Return why a tier could not open a directory, apart from its blocks' size and model; "" if it can.
+
+    Nothing is made or changed. A missing directory is none of a tier that only reads.
+    """
+    path = Path(path)
+    try:
+        with suppress(FileNotFoundError):
+            names = {entry.name for entry in path.iterdir()}
+            if HEADER in names or (read_only and names):
+                with closing(TierDirectory(path, None, read_only=True)) as directory:
+                    if not read_only:
+                        directory.check_lengths()
+            elif not names - {"lost+found"} <= _OURS or (names & _OURS and _LOCK not in names):
+                foreign = ", ".join(sorted(names - {"lost+found"})[:5])
+                return f"directory {path} is no disk tier: it has no {HEADER}, but {foreign}"
+        if read_only and not (path / HEADER).exists():
+            return f"disk tier directory {path} is to be read only, and holds no tier yet"
+        return "" if read_only else writer_of(path)
+    except NotADirectoryError:
+        return f"{path} is not a directory"
+    except (OSError, TierDirectoryError) as error:
+        return str(error)
 
 
 def clear_directory(path: Path) -> int:
@@ -210,6 +235,11 @@ class TierDirectory:
             os.close(fd)
             raise
         return fd
+
+    def check_lengths(self) -> None:
+        """Raise TierDirectoryError if a file is longer than its slots: the header may be wrong and the file right."""
+        if not self.header.resizing:
+            self._wrong_lengths(self.header, may_mend=True)
 
     def truncate(self, name: str, num_bytes: int) -> None:
         """Cut one of the files."""
@@ -360,18 +390,10 @@ class TierDirectory:
     def _drop_cut_records(self, header: Header, may_mend: bool) -> bool:
         """Drop the records whose payload was cut off; return whether any file is shorter than it must be."""
         lengths = header.file_bytes()
-        found = {name: self._length(name) for name in lengths}
-        wrong = {name: num_bytes for name, num_bytes in found.items() if num_bytes != lengths[name]}
-        for name, num_bytes in wrong.items():
-            # The header is not sealed, so its capacity may be wrong and the files right.
-            if num_bytes > lengths[name] or not may_mend:
-                way_out = "" if num_bytes > lengths[name] else "open the tier to keep what is whole, or "
-                raise TierDirectoryError(
-                    f"file {self.path / name} must have {lengths[name]} bytes, it has {num_bytes}; "
-                    f"{way_out}delete the directory to start afresh"
-                )
+        wrong = self._wrong_lengths(header, may_mend)
         if not wrong:
             return False
+        found = {name: self._length(name) for name in lengths}
         num_whole = min(found[DATA] // header.slot_bytes, found[RECORDS] // RECORD_BYTES)
         _LOG.warning(
             "disk tier directory %s was cut: %s; %d of %d slots are kept",
@@ -383,6 +405,21 @@ class TierDirectory:
         if found[RECORDS] > num_whole * RECORD_BYTES:
             self.truncate(RECORDS, num_whole * RECORD_BYTES)
         return True
+
+    def _wrong_lengths(self, header: Header, may_mend: bool) -> dict[str, int]:
+        """Return the files with another length than their slots, and it; TierDirectoryError if one cannot be mended."""
+        lengths = header.file_bytes()
+        found = {name: self._length(name) for name in lengths}
+        wrong = {name: num_bytes for name, num_bytes in found.items() if num_bytes != lengths[name]}
+        for name, num_bytes in wrong.items():
+            # The header is not sealed, so its capacity may be wrong and the files right.
+            if num_bytes > lengths[name] or not may_mend:
+                way_out = "" if num_bytes > lengths[name] else "open the tier to keep what is whole, or "
+                raise TierDirectoryError(
+                    f"file {self.path / name} must have {lengths[name]} bytes, it has {num_bytes}; "
+                    f"{way_out}delete the directory to start afresh"
+                )
+        return wrong
 
     def _length(self, name: str) -> int:
         try:

@@ -37,8 +37,8 @@ from kvcache.tiering.codec import Codec, make_codec, parse_codec, stored_form
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
 from kvcache.tiering.log_limiter import LogLimiter
 from kvcache.tiers.disk.block_store import BlockStore
-from kvcache.tiers.disk.directory import TierDirectory, reported, writer_of
-from kvcache.tiers.disk.header import HEADER, Header, TierDirectoryError, capacity_for, num_slots_within
+from kvcache.tiers.disk.directory import TierDirectory, refusal_of, reported
+from kvcache.tiers.disk.header import Header, TierDirectoryError, capacity_for, num_slots_within
 from kvcache.tiers.disk.slot_table import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
@@ -170,12 +170,7 @@ class DiskTier(JobTier):
 
     @classmethod
     def unavailable_reason(cls, options: DiskOptions) -> str:
-        try:
-            if (Path(options.path) / HEADER).exists():
-                TierDirectory(options.path, None, read_only=True).close()
-            return "" if options.read_only else writer_of(options.path)
-        except (OSError, TierDirectoryError) as error:
-            return str(error)
+        return refusal_of(options.path, options.read_only)
 
     @staticmethod
     def capacity_for(num_blocks: int, block_bytes: int) -> int:

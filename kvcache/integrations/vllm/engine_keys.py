@@ -1,0 +1,95 @@
+"""The keys of ``kv_connector_extra_config`` that vLLM reads itself, checked as strictly as our own.
+
+vLLM finds a bad one only after it has loaded the weights, or takes it for something else: ``bool("no")`` is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvcache.integrations.vllm import settings
+from kvcache.options import Options, choice_of, count_from, option, parse_count, parse_flag
+
+_DEFAULT_BLOCK = 16
+_DEVICES = ("nvidia*", "dxg", "kfd", "dri/renderD*")
+"""Device files of CUDA (also under WSL), ROCm and XPU."""
+NO_DEVICE = (
+    "vLLM's own manager copies on CUDA, ROCm and XPU only, and this machine shows no such device; on a CPU, use "
+    f"spec_name {settings.SPEC_NAME!r} with spec_module_path {__package__!r}"
+)
+
+
+def _parse_whole(name: str, value: object) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{name} must be a whole number, as vLLM reads it, got {value!r}")
+    return parse_count(name, value)
+
+
+@dataclass(frozen=True)
+class EngineKeys(Options):
+    """What vLLM reads under all of its specs."""
+
+    where: ClassVar[str] = settings.WHERE
+
+    block_size: int | None = option(_parse_whole, None, when="offloaded blocks are to be larger: tokens of one")
+    blocks_per_chunk: int | None = option(_parse_whole, None, when="offloaded blocks are to be larger")
+    offload_prompt_only: bool = option(parse_flag, True, when="generated tokens are used again, too")
+    canonical_layout: bool = option(parse_flag, False, when="ranks of other counts are to share blocks")
+    self_describing_kv_events: bool = option(parse_flag, False, when="routers need the tokens of blocks")
+
+
+@dataclass(frozen=True)
+class EngineSpecKeys(EngineKeys):
+    """What vLLM's own specs read besides."""
+
+    store_threshold: int = option(count_from(0), 0, when="most prompts are used once")
+    max_tracker_size: int = option(parse_count, 64_000, when="`store_threshold` must remember more keys")
+
+
+def engine_faults(extra_config: Mapping[str, Any], engine_block: object) -> Iterator[tuple[str, str]]:
+    """Yield the level and text of each key that vLLM would refuse or misread; `engine_block` is its ``block_size``."""
+    is_engine_spec = settings.is_engine_spec(extra_config)
+    keys = EngineSpecKeys if is_engine_spec else EngineKeys
+    # Advanced options are ours: vLLM reads none.
+    given = {name: extra_config[name] for name in keys.declared() if name in extra_config}
+    for name in given:
+        try:
+            keys.parse({name: given[name]})
+        except ValueError as error:
+            yield "error", str(error)
+    tokens = given.get("block_size")
+    if tokens is not None and given.get("blocks_per_chunk") is not None:
+        yield "error", f"{settings.WHERE} may have one of 'block_size' and 'blocks_per_chunk', it has both"
+    elif type(tokens) is int and tokens > 0:
+        known = engine_block if type(engine_block) is int and engine_block > 0 else None
+        if tokens % (known or _DEFAULT_BLOCK):
+            of = f"{known}" if known else f"--block-size of vLLM, {_DEFAULT_BLOCK} if it chooses itself"
+            text = f"block_size in {settings.WHERE} must be a multiple of the engine's block ({of}), got {tokens}"
+            yield "error" if known else "warning", text
+    if is_engine_spec:
+        yield from (("error", text) for text in _spec_faults(extra_config))
+
+
+def _spec_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
+    tiers = extra_config.get("secondary_tiers")
+    if tiers is not None and (not isinstance(tiers, list) or not all(isinstance(one, Mapping) for one in tiers)):
+        yield f"secondary_tiers in {settings.WHERE} must be a list of objects, got {tiers!r:.200}"
+    threshold = extra_config.get("store_threshold")
+    if extra_config.get("spec_name") == settings.ENGINE_SPECS[0] and type(threshold) is int and threshold > 1:
+        yield f"store_threshold does not work with {settings.ENGINE_SPECS[0]}, got {threshold}"
+    backpressure = extra_config.get("backpressure")
+    if backpressure is not None and not isinstance(backpressure, Mapping):
+        yield f"backpressure in {settings.WHERE} must be an object, got {backpressure!r:.200}"
+    if extra_config.get("cache_policy_module_path") is None:
+        try:
+            choice_of("lru", "arc")("eviction_policy of vLLM itself", extra_config.get("eviction_policy", "lru"))
+        except ValueError as error:
+            yield str(error)
+
+
+def has_accelerator() -> bool:
+    """Return whether this machine shows a device of CUDA, ROCm or XPU; imports neither torch nor vLLM."""
+    return any(any(Path("/dev").glob(pattern)) for pattern in _DEVICES)
