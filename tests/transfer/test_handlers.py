@@ -164,9 +164,10 @@ def test_memory_of_a_tensor_stays_while_it_is_copied(busy):
     assert torch.equal(pool.block(63), last)
 
 
-def test_jobs_of_a_lost_tensor_fail_once_each(handlers, kv_caches):
+@pytest.mark.parametrize("tensor_idx", [0, 1])
+def test_jobs_of_a_lost_tensor_fail_once_each(handlers, kv_caches, tensor_idx):
     store, load = handlers
-    kv_caches.tensors[0].tensor.set_()
+    kv_caches.tensors[tensor_idx].tensor.set_()
     store.transfer_async(1, ONE)
     store.transfer_async(2, spec_of([2], [2]))
     load.transfer_async(3, spec_of([2], [2])[::-1])
@@ -175,6 +176,15 @@ def test_jobs_of_a_lost_tensor_fail_once_each(handlers, kv_caches):
     assert [(r.job_id, r.success, r.transfer_size) for r in store.get_finished()] == [(1, False, 0), (2, False, 0)]
     assert [(r.job_id, r.success) for r in load.get_finished()] == [(3, False)]
     assert store.get_finished() == []
+
+
+def test_jobs_of_a_pool_without_owner_are_refused(handlers, pool):
+    pool.has_owner = lambda: False
+    for handler, spec in zip(handlers, [ONE, ONE[::-1]], strict=True):
+        assert handler.transfer_async(1, spec) is False
+        assert handler.get_finished() == []
+    del pool.has_owner
+    assert handlers[0].transfer_async(1, ONE)
 
 
 def test_shutdown_waits_for_jobs_whose_specs_have_changed_since(busy):
@@ -509,13 +519,13 @@ class BrokenHandler(OffloadingHandler):
     """A third party's handler that raises in every method."""
 
     def transfer_async(self, *arguments):
-        raise OSError("the medium is gone")
+        raise RuntimeError("the medium is gone")
 
     wait = shutdown = transfer_async
 
     def get_finished(self):
         yield TransferResult(7, True, 1, 0.0, ("GPU", "GPU"))
-        raise OSError("the medium is gone")
+        raise RuntimeError("the medium is gone")
 
 
 class MinimalHandler(OffloadingHandler):
@@ -541,6 +551,26 @@ def test_worker_result_that_cannot_be_counted_costs_no_other_result(worker, capl
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, handler)
     assert worker.get_finished() == results
     assert [record.message.split(" was ")[-1] for record in caplog.records] == ["not counted"] * 2
+
+
+def test_worker_counts_bytes_and_times_of_whole_jobs_only(worker):
+    handler, kind = MinimalHandler(), ("GPU", "CPU")
+    handler.get_finished = lambda: [TransferResult(1, False, 64, 9.0, kind), TransferResult(2, True, 8, 0.5, kind)]
+    # Of two ways, it is asked once.
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, handler)
+    worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, handler)
+    assert [result.job_id for result in worker.get_finished()] == [1, 2]
+    (part,) = worker.parts()
+    assert (part.stats.jobs, part.stats.failed_jobs, part.stats.moved_bytes) == (2, 1, 8)
+    assert [sum(one.counts) for one in (part.stats.duration_seconds, part.stats.size_bytes)] == [1, 1]
+
+
+def test_worker_calls_each_closer_once(worker):
+    calls = []
+    worker.closers += [lambda: calls.append(1), lambda: 1 / 0, lambda: calls.append(2)]
+    worker.shutdown()
+    worker.shutdown()
+    assert calls == [2, 1]
 
 
 def test_a_handler_that_raises_everywhere_costs_the_others_nothing(worker, kv_caches, pool, caplog):

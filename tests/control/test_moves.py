@@ -1,0 +1,143 @@
+"""Moves between tiers are none of the engine's stores and loads, and a request stays one request whatever calls in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcache import CPUOffloadingManager, OffloadingManager, ReqContext
+from kvcache.request import Retention
+from kvcache.testing.reference import ReferenceLRU
+
+A, B, C, D, E, F = (letter.encode() for letter in "ABCDEF")
+
+
+@pytest.fixture(params=["lru", "arc", ReferenceLRU])
+def policy(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def store(manager: CPUOffloadingManager, *keys: bytes, context: ReqContext | None = None) -> None:
+    output = manager.prepare_store([*keys], context)
+    assert output is not None
+    manager.complete_store(output.keys_to_store, context)
+
+
+def counts(manager: CPUOffloadingManager) -> dict[str, int]:
+    names = ("loaded_blocks", "stored_blocks", "failed_blocks", "rejected_stores", "needed_blocks", "gated_blocks")
+    return {name: number for name in names if (number := getattr(manager, name))}
+
+
+def test_moves_count_as_none_of_the_engines_calls(policy: Any) -> None:
+    manager = CPUOffloadingManager(16, 4, policy, store_threshold=2)
+    output = manager.reserve([A, B, C], is_move=True)
+    assert output is not None
+    assert output.keys_to_store == [A, B, C]
+    assert manager.commit([A, B], is_move=True) == [A, B]
+    assert manager.abort([C], is_move=True) == 1
+    manager.pin([A, B], is_move=True)
+    assert manager.reserve([C, D, E], is_move=True) is None
+    assert counts(manager) == {}
+    # A move is no offer: the engine's first one is still gated.
+    gated = manager.prepare_store([C])
+    assert gated is not None
+    assert gated.keys_to_store == []
+    assert counts(manager) == {"needed_blocks": 1, "gated_blocks": 1}
+
+
+def test_engines_calls_are_counted(policy: Any) -> None:
+    manager = CPUOffloadingManager(16, 4, policy)
+    store(manager, A, B)
+    manager.prepare_store([C])
+    manager.complete_store([C], False)
+    manager.prepare_load([A, B])
+    assert manager.prepare_store([C, D, E]) is None
+    assert counts(manager) == {
+        "loaded_blocks": 2, "stored_blocks": 2, "failed_blocks": 1, "rejected_stores": 1, "needed_blocks": 5
+    }  # fmt: skip
+
+
+def test_reserve_leading_takes_the_prefix_that_fits(policy: Any) -> None:
+    manager = CPUOffloadingManager(16, 6, policy)
+    store(manager, A)
+    manager.pin([A])
+    manager.reserve([B], is_move=True)
+    output = manager.reserve_leading([C, D, E, F, b"G", b"H"])
+    assert output is not None
+    assert output.keys_to_store == [C, D, E, F]
+    assert manager.reserve_leading([b"G"]) is None
+
+
+def test_reserve_leading_beside_withheld_slots_takes_fewer(policy: Any) -> None:
+    manager = CPUOffloadingManager(16, 4, policy)
+    manager.withhold([2, 3])
+    output = manager.reserve_leading([A, B, C, D])
+    assert output is not None
+    assert output.keys_to_store == [A, B]
+
+
+@pytest.mark.parametrize("threshold", [0, 1])
+def test_threshold_below_two_stores_at_once(threshold: int, policy: Any) -> None:
+    manager = CPUOffloadingManager(16, 4, policy, store_threshold=threshold)
+    store(manager, A)
+    assert manager.lookup(A)
+
+
+@pytest.mark.parametrize("success", [True, False])
+def test_success_may_stand_in_place_of_the_context(success: bool, policy: Any) -> None:
+    manager = CPUOffloadingManager(16, 4, policy)
+    manager.prepare_store([A])
+    manager.complete_store([A], success)
+    assert manager.lookup(A) is success
+    assert counts(manager) == {"stored_blocks" if success else "failed_blocks": 1, "needed_blocks": 1}
+
+
+def test_first_hint_of_keys_keeps_them() -> None:
+    manager = CPUOffloadingManager(16, 4)
+    store(manager, A, B, C, D)
+    manager.hint([A], "soon")
+    assert manager.retained_blocks == 1
+    output = manager.prepare_store([E, F, b"G"])
+    assert output is not None
+    assert output.evicted_keys == [B, C, D]
+
+
+def test_hint_of_a_context_that_used_nothing_since_covers_its_last_request() -> None:
+    manager = CPUOffloadingManager(16, 4)
+    context = ReqContext()
+    store(manager, A, B, context=context)
+    store(manager, C, D)
+    manager.on_request_finished(context)
+    assert manager.lookup([A, B], context) == 2  # opens the request again, and uses no block
+    manager.hint(context, "soon")
+    assert manager.retained_blocks == 2
+
+
+def test_request_opened_from_within_its_opening_is_one_request() -> None:
+    opened: list[Any] = []
+
+    def clock() -> float:
+        if not opened:
+            opened.append(None)
+            manager.touch([A], context)
+            opened.append(context.request_keys[manager])
+        return 1.0
+
+    manager = CPUOffloadingManager(16, 4, clock=clock)
+    context = ReqContext(retention=Retention(priority=1))
+    store(manager, A)
+    manager.touch([A], context)
+    assert opened[1] is context.request_keys[manager]
+
+
+def test_shutdown_closes_the_telemetry_before_the_recorder() -> None:
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.close = self.stop = lambda: calls.append(name)
+
+    calls: list[str] = []
+    manager = CPUOffloadingManager(16, 4)
+    manager.telemetry, manager.recorder = Part("telemetry"), Part("recorder")
+    OffloadingManager.shutdown(manager)
+    assert calls == ["telemetry", "recorder"]

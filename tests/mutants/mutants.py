@@ -1,0 +1,307 @@
+"""Plant faults in a copy of the package, one at a time, and report which stage of the tests finds them.
+
+    python tests/mutants/mutants.py [areas] [--sample N] [--stages folder test all] [--results FILE] [--jobs N]
+
+A table `<area>.tsv` beside this file has `cost` and the seconds that the tests of the area take, then a line with a
+file's path, and for each fault of it: what breaks, the old text and the new text, with tabs between them and a sign
+for the end of a line in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+STAGES = ("folder", "test", "all")
+NEWLINE = "\u23ce"
+COMPILED = {".pyx": 15, ".pxd": 60, ".h": 90}  # seconds to compile again, about
+NEEDED = ("kvcache", "tests", "docs", "examples", "asv_benchmarks", "setup.py", "pyproject.toml", "README.md")
+TEST_TIMEOUT_S = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One fault: a text that occurs once in a file of the package, and what a tired engineer would have written."""
+
+    area: str
+    file: str
+    breaks: str
+    old: str
+    new: str
+    cost_s: float
+
+    @property
+    def id(self) -> str:
+        return f"{self.file}: {self.breaks}"
+
+    def apply(self, text: str) -> str:
+        """Return a file's text with the fault. Raise ValueError if the old text does not occur exactly once."""
+        count = text.count(self.old)
+        if count != 1 or self.old == self.new:
+            raise ValueError(f"{self.file}: {self.breaks!r} does not apply: its old text occurs {count} times")
+        return text.replace(self.old, self.new)
+
+
+def read_faults(folder: Path = HERE) -> list[Fault]:
+    """Read the table: every fault of every area, in the order of the files."""
+    faults = []
+    for path in sorted(folder.glob("*.tsv")):
+        cost_s, file = 0.0, ""
+        for line in path.read_text().splitlines():
+            cells = line.replace(NEWLINE, "\n").split("\t")
+            if len(cells) == 3:
+                faults.append(Fault(path.stem, file, *cells, cost_s + COMPILED.get(Path(file).suffix, 0)))
+            elif line.startswith("cost "):
+                cost_s = float(line[5:])
+            else:
+                file = line
+    return faults
+
+
+def read_tests(contributing: str) -> dict[str, list[str]]:
+    """Return the tests of each file and folder that the table of CONTRIBUTING names."""
+    tests: dict[str, list[str]] = {}
+    for line in contributing.splitlines():
+        cells = line.strip("|").split("|")
+        if not line.startswith("|") or len(cells) != 4:
+            continue
+        named = [name for name in re.findall(r"tests/[\w/.]*\w", cells[2] + cells[3]) if (ROOT / name).exists()]
+        folder = "kvcache/"
+        for path in re.findall(r"`([\w./]+)`", cells[1]):
+            # A name alone stands in the folder of the path before it; a path without `kvcache/` in the package.
+            path = path if path.startswith("kvcache/") else f"kvcache/{path}" if "/" in path else folder + path
+            folder = path[: path.rfind("/") + 1]
+            if (ROOT / path).exists():
+                known = tests.setdefault(path, [])
+                known += [name for name in dict.fromkeys(named) if name not in known]
+    return tests
+
+
+def tests_of(file: str, tests: dict[str, list[str]]) -> list[str]:
+    """Return the tests of a file: those named for it or for the innermost folder that has any."""
+    for name in [file, *(f"{parent}/" for parent in Path(file).parents)]:
+        if tests.get(name):
+            return tests[name]
+    raise ValueError(f"CONTRIBUTING names no tests for {file}")
+
+
+class Copy:
+    """A copy of the checkout in which one fault at a time is planted, and a second one that stays as it is."""
+
+    def __init__(self, folder: Path, pristine: Path) -> None:
+        self.folder = folder
+        self.pristine = pristine
+        shutil.copytree(pristine, folder)
+
+    def plant(self, fault: Fault) -> bool:
+        """Apply a fault and compile what depends on it. Return whether it compiles."""
+        path = self.folder / fault.file
+        path.write_text(fault.apply(path.read_text()))
+        return path.suffix not in COMPILED or build(self.folder)
+
+    def restore(self) -> None:
+        """Copy back what planting and compiling have changed."""
+        for root in ("kvcache", "build"):
+            for path in (self.pristine / root).rglob("*"):
+                mine = self.folder / path.relative_to(self.pristine)
+                if path.is_file() and path.suffix != ".pyc":
+                    before, after = path.stat(), mine.stat() if mine.exists() else None
+                    if after is None or (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
+                        shutil.copy2(path, mine)
+
+
+def make_pristine(folder: Path) -> None:
+    """Copy what the tests read, with the built modules, and compile what is not up to date."""
+    folder.mkdir()
+    skipped = shutil.ignore_patterns("__pycache__", "_build", "html", "results")
+    for name in NEEDED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=skipped)
+        else:
+            shutil.copy2(source, folder)
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "constraints.txt", "MANIFEST.in", ".ci"):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy2)(source, folder / name)
+    # Objects of an earlier build in the checkout save compiling: times of files travel with them.
+    for source in [ROOT / "build" / "cython", *(ROOT / "build").glob("temp.*")]:
+        if source.is_dir():
+            shutil.copytree(source, folder / "build" / source.name)
+    if not build(folder):
+        raise SystemExit("the package does not compile without any fault")
+
+
+def build(folder: Path) -> bool:
+    # A fault needs no fast code, and compiles in half of the time without.
+    env = {**os.environ, "KVCACHE_OPTIMIZE": "1", "KVCACHE_BUILD_JOBS": "1", "PYTHONPATH": ""}
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True).returncode == 0
+
+
+def run_stage(folder: Path, stage: str, tests: list[str], limit_s: float, without: list[str]) -> str:
+    """Run the tests of a stage until one fails; return its name, "hangs", "crashes", or "" if all pass."""
+    shared = [path for path in (ROOT.parent / "shared", ROOT.parent.parent / "shared") if (path / "traces").is_dir()]
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "CI": "true", "PYTHONHASHSEED": "1"}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    env.setdefault("KVCACHE_SHARED", str(shared[0]) if shared else "")
+    for name in ("KVCACHE_EXPECT_IN", "KVCACHE_MAX_TEST_CPU_S", *(() if env["KVCACHE_SHARED"] else ["KVCACHE_SHARED"])):
+        env.pop(name, None)
+    marks = {"folder": "not slow", "test": "not slow and not other_policy", "all": "slow or other_policy or hypothesis"}
+    if stage == "all":
+        env["KVCACHE_SIMULATED_DEVICE"] = "1"
+    if stage != "folder" and not any("::" in name for name in tests):
+        tests = ["tests"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
+    command += ["--hypothesis-profile=few", "-m", marks[stage]]
+    command += ["--ignore-glob=tests/vllm", "--ignore-glob=tests/mutants"]
+    command += [*(f"--deselect={name}" for name in without), *tests]
+
+    def bound() -> None:
+        os.nice(10)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 5))
+
+    process = subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        start_new_session=True, preexec_fn=bound,
+    )  # fmt: skip
+    try:
+        # Loops use up their CPU time, locks the test's own limit; this one is for what neither ends.
+        output = process.communicate(timeout=10 * limit_s)[0]
+    except subprocess.TimeoutExpired:
+        return "hangs"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode in (0, 5):
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    return failed[1] if failed else "hangs" if process.returncode == -signal.SIGXCPU else "crashes"
+
+
+def try_fault(copy: Copy, fault: Fault, stages: list[str], limit_s: float) -> dict[str, object]:
+    """Plant one fault, run the stages until one finds it, and return the result."""
+    started = time.monotonic()
+    tests = tests_of(fault.file, read_tests((copy.pristine / "CONTRIBUTING.md").read_text()))
+    found, how, flaky = "", "", []
+    try:
+        if not copy.plant(fault):
+            found, how = "folder", "does not compile"
+        for stage in stages if not found else []:
+            while not found:
+                how = run_stage(copy.folder, stage, tests, limit_s, flaky)
+                # A test that fails without the fault, too, has found nothing: go on without it.
+                if "::" in how and run_stage(copy.pristine, stage, [how], limit_s, []) == how:
+                    flaky.append(how)
+                    continue
+                found = stage if how else ""
+                break
+    finally:
+        copy.restore()
+    seconds = round(time.monotonic() - started, 1)
+    return {"fault": fault.id, "area": fault.area, "found": found, "by": how, "stages": stages, "flaky": flaky,
+            "seconds": seconds}  # fmt: skip
+
+
+def draw(faults: list[Fault], count: int, budget_s: float, rng: random.Random) -> list[Fault]:
+    """Draw faults in random order, as many as the budget allows; those that would exceed it are passed over."""
+    chosen: list[Fault] = []
+    for fault in rng.sample(faults, len(faults)):
+        if len(chosen) < count and fault.cost_s <= budget_s:
+            chosen.append(fault)
+            budget_s -= fault.cost_s
+    return chosen
+
+
+def table(results: list[dict[str, object]], faults: list[Fault]) -> str:
+    """Return the results by area, and the faults that were not found."""
+    by_area = {area: Counter() for area in sorted({fault.area for fault in faults})}
+    for result in results:
+        by_area[str(result["area"])][str(result["found"])] += 1
+    total: Counter[str] = sum(by_area.values(), Counter())
+    lines = [f"{'area':<14}{'faults':>8}{'run':>6}" + "".join(f"{name:>8}" for name in (*STAGES, "not")) + "   found"]
+    for area, counts in [*by_area.items(), ("all areas", total)]:
+        known, run = sum(area in (fault.area, "all areas") for fault in faults), counts.total()
+        share = f"{1 - counts[''] / run:>8.0%}" if run else f"{'-':>8}"
+        cells = "".join(f"{counts[name]:>8}" for name in (*STAGES, ""))
+        lines.append(f"{area:<14}{known:>8}{run:>6}{cells}{share}")
+    missed = [f"  {result['fault']}" for result in results if not result["found"]]
+    return "\n".join([*lines, *(["not found:"] if missed else []), *missed])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("areas", nargs="*", help="names of areas, or parts of files' paths (default: all)")
+    parser.add_argument("--sample", type=int, help="draw this number of faults")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of the sample")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="CPU time that a sample may need, about")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=300, help="CPU time of a stage; beyond it, a fault is found")
+    parser.add_argument("--results", type=Path, help="JSON lines, appended; a fault in it is not run again")
+    parser.add_argument("--least-share", type=float, default=0, help="exit with 1 if a smaller share is found")
+    parser.add_argument("--list", action="store_true", help="only print the table")
+    args = parser.parse_args(argv)
+    faults = read_faults()
+    for fault in faults:
+        fault.apply((ROOT / fault.file).read_text())
+    areas = args.areas or [""]
+    chosen = [fault for fault in faults if any(area in (fault.area, "") or area in fault.file for area in areas)]
+    if args.sample:
+        print(f"a sample of {args.sample}, --seed {args.seed}", flush=True)
+        chosen = draw(chosen, args.sample, args.budget_s, random.Random(args.seed))
+    results: dict[str, dict[str, object]] = {}
+    if args.results is not None and args.results.exists():
+        results = {row["fault"]: row for row in map(json.loads, args.results.read_text().splitlines())}
+    ids = {fault.id for fault in chosen}
+    results = {key: row for key, row in results.items() if key in ids}
+    # What was not found is run again if a later stage is asked for.
+    todo = [one for one in chosen if one.id not in results or not (
+        results[one.id]["found"] or set(args.stages) <= set(results[one.id]["stages"]))]  # fmt: skip
+    if todo and not args.list:
+        with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+            make_pristine(Path(scratch, "pristine"))
+            copies: SimpleQueue[Copy] = SimpleQueue()
+            for i in range(args.jobs):
+                copies.put(Copy(Path(scratch, f"copy{i}"), Path(scratch, "pristine")))
+
+            def run(fault: Fault) -> dict[str, object]:
+                copy = copies.get()
+                try:
+                    return try_fault(copy, fault, args.stages, args.limit_s)
+                finally:
+                    copies.put(copy)
+
+            with ThreadPoolExecutor(args.jobs) as pool:
+                for result in pool.map(run, todo):
+                    results[str(result["fault"])] = result
+                    verdict = f"{result['found'] or 'NOT FOUND'} {result['by']}"
+                    print(f"{result['seconds']:6} s  {result['fault']}: {verdict}", flush=True)
+                    if args.results is not None:
+                        with args.results.open("a") as file:
+                            file.write(json.dumps(result) + "\n")
+    print(table(list(results.values()), chosen))
+    share = sum(bool(row["found"]) for row in results.values()) / len(results) if results else 1.0
+    return int(share < args.least_share)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
