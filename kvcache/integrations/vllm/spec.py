@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import OffloadingSpec
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvcache.assembly.assemble import open_manager, trace_worker
-from kvcache.assembly.spec import rank_bytes_of
-from kvcache.integrations.vllm.identity import chunk_fingerprint, engine_config, fingerprint
+from kvcache.assembly.assemble import open_manager
+from kvcache.integrations.vllm.copies import Copies, EngineCopies, OwnCopies
+from kvcache.integrations.vllm.identity import engine_config
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
-from kvcache.integrations.vllm.settings import (
-    UNDESCRIBED,
-    WHERE,
-    blocks_per_rank,
-    read_config,
-    unknown_keys,
-)
+from kvcache.integrations.vllm.settings import UNDESCRIBED, WHERE, read_config, unknown_keys
 from kvcache.integrations.vllm.startup import use_engine_log
-from kvcache.integrations.vllm.tiered import EngineRegion, SharedPool, TieredKVCacheOffloadingManager
+from kvcache.integrations.vllm.tiered import TieredKVCacheOffloadingManager
 from kvcache.integrations.vllm.what_if_log import log_what_if
-from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.tiering.manager import TieredOffloadingManager
 
 # vLLM's log configuration covers loggers below its own name only.
@@ -56,33 +46,12 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         use_engine_log()
         placement = read_config(config.extra_config, len(config.groups))
         self.settings = placement.settings
-        self.has_engine_worker = placement.has_engine_worker
-        if self.has_engine_worker is None:
-            self.has_engine_worker = current_platform.is_cuda_alike() or current_platform.is_xpu()
-        parallel = config.parallel
-        if self.has_engine_worker:
-            # vLLM reads whole bytes only.
-            extra_config = {**config.extra_config, "cpu_bytes_to_use": self.settings.cpu_bytes_to_use}
-            super().__init__(replace(config, extra_config=extra_config))
-            self.num_blocks = int(self.num_chunks)
-            # Of all ranks, or the one copy that they share.
-            self.block_bytes = int(self.kv_bytes_per_chunk)
-            if not self.num_blocks:
-                raise ValueError(
-                    f"cpu_bytes_to_use must be at least one block of {self.block_bytes} bytes, "
-                    f"got {self.settings.cpu_bytes_to_use}"
-                )
-        else:
-            if config.extra_config.get("canonical_layout"):
-                raise ValueError("'canonical_layout' needs vLLM's worker, which this platform or 'data_plane' excludes")
-            OffloadingSpec.__init__(self, config)
-            self.rank_block_bytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
-            if self.settings.tiers:
-                self.rank_block_bytes = rank_bytes_of(self.rank_block_bytes)
-            self.num_blocks = blocks_per_rank(
-                self.settings, parallel.world_size, self.rank_block_bytes, parallel.pp_size
-            )
-            self.block_bytes = self.rank_block_bytes * parallel.world_size
+        has_engine_worker = placement.has_engine_worker
+        if has_engine_worker is None:
+            has_engine_worker = current_platform.is_cuda_alike() or current_platform.is_xpu()
+        # Initializes vLLM's base class, which reads the settings.
+        self.copies: Copies = (EngineCopies if has_engine_worker else OwnCopies)(self, config)
+        self.num_blocks, self.block_bytes = self.copies.num_blocks, self.copies.block_bytes
         self._engine_config = engine_config()
         self._manager: KVCacheOffloadingManager | None = None
         self._worker: Any = None
@@ -102,20 +71,8 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> Any:
-        if self.has_engine_worker:
-            return super().get_worker(kv_caches)
         if self._worker is None:
-            settings, rank = self.settings, self.config.parallel.rank
-            self._worker = KVCacheOffloadingWorker(
-                kv_caches,
-                self.num_blocks,
-                self.blocks_per_chunk,
-                settings.num_copy_threads,
-                self._shared_pool(is_owner=False) if settings.tiers else None,
-                rank,
-                self.rank_block_bytes,
-            )
-            trace_worker(settings, self._worker.transfers, {**self._labels(), "worker": str(rank)})
+            self._worker = self.copies.make_worker(kv_caches, self._labels())
         return self._worker
 
     def create_worker(self, kv_caches: Any) -> Any:
@@ -137,8 +94,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
             f"kvcache offloads to {self.num_blocks:,} blocks of {self._block_tokens()} tokens in host memory "
             f"({num_bytes / 2**30:.2f} GiB on {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}), "
             f"policy {self.settings.cache_policy}",
-            f"{'vLLM' if self.has_engine_worker else 'kvcache'} copies them"
-            + (", one copy for all ranks" if self.replicated_layout else ""),
+            f"{self.copies.name} copies them" + (", one copy for all ranks" if self.replicated_layout else ""),
             *manager.tier_descriptions(),
         ]
         return "; ".join(parts)
@@ -150,16 +106,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         return {"engine": str(self.config.engine_id), "rank": str(self.config.parallel.data_parallel_index)}
 
     def _make_manager(self) -> KVCacheOffloadingManager:
-        shared: Any = None
-        identity = None
-        if self.settings.tiers:
-            # A later step that fails closes the blocks, so what may fail comes first.
-            if self.has_engine_worker:
-                identity = chunk_fingerprint(self, self._engine_config)
-                shared = EngineRegion(self)
-            else:
-                identity = fingerprint(self.config, self._engine_config)
-                shared = self._shared_pool(is_owner=True)
+        shared, identity = self.copies.open_host_blocks(self._engine_config) if self.settings.tiers else (None, None)
         manager = open_manager(
             self.settings,
             block_size=self._block_tokens(),
@@ -178,10 +125,5 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
             adapter = KVCacheOffloadingManager(manager, installed_release())
         adapter.what_if_log = log_what_if(manager) if self.settings.what_if else None
         adapter.info = (self.num_blocks, self.num_blocks * self.block_bytes)
-        adapter.spec_type = CPULoadStoreSpec if self.has_engine_worker else None
+        adapter.spec_type = self.copies.spec_type
         return adapter
-
-    def _shared_pool(self, is_owner: bool) -> SharedPool:
-        return SharedPool(
-            self.config, self.settings.pool_folder, self.num_blocks, self.rank_block_bytes, is_owner=is_owner
-        )
