@@ -2,10 +2,7 @@
 
 Mooncake keeps blocks in memory that nodes lend to the store; its master knows where each one lies. Blocks go straight
 from the host pool into that memory and back over RDMA or TCP, without a copy here. A value is the payload and
-behind it a seal over name and payload. A value that is foreign, short, long or torn is a counted miss.
-
-Names in the store are ``kvcache:<namespace>:<epoch>:<block key>``. Namespaces and epochs follow the rules of
-`kvcache.tiers.valkey`.
+behind it its seal. Names, seals and epochs are those of `SharedStoreTier`; a block's key is written in hexadecimal.
 
 The native client gives up after `timeout_s` if a master or a node does not answer (a load may wait for one after the
 other), and does not touch host memory after that. Two of its calls hold the GIL: connecting and closing. So the tier
@@ -28,7 +25,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hmac import compare_digest
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -46,10 +42,10 @@ from kvcache.options import (
     parse_text,
     parse_threads,
 )
-from kvcache.tiering.checksum import SEAL_BYTES, Namespace
-from kvcache.tiering.codec import Codec, parse_codec, stored_form
-from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
+from kvcache.tiering.codec import Codec, parse_codec
+from kvcache.tiering.job_tier import BlockOutcome, TierBatch
 from kvcache.tiering.log_limiter import LogLimiter
+from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -129,7 +125,7 @@ _idle_clients: dict[tuple[Any, ...], list[Any]] = {}
 """Connected clients of closed tiers, by their arguments."""
 
 
-class MooncakeTier(JobTier):
+class MooncakeTier(SharedStoreTier):
     """Keep blocks in a Mooncake Store.
 
     Parameters
@@ -164,7 +160,6 @@ class MooncakeTier(JobTier):
     ) -> None:
         values = MooncakeOptions(master=master, **options)
         self._master = _address(values.master)
-        self._block_bytes, fingerprint = stored_form(codec, host_blocks, fingerprint)
         self._native = load_client(values.timeout_s)
         self._hostname, self._timeout_s = values.hostname, values.timeout_s
         self._setup = (
@@ -176,7 +171,6 @@ class MooncakeTier(JobTier):
             values.master,
         )
         self._tenant = values.tenant
-        self._namespace = Namespace(_FORMAT, fingerprint, self._block_bytes, values.salt)
         self._config = self._native.ReplicateConfig()
         self._config.replica_num = values.num_replicas
         self._config.data_type = self._native.ObjectDataType.KVCACHE
@@ -186,8 +180,6 @@ class MooncakeTier(JobTier):
                 self._config.soft_pin_ttl_ms = max(1, int(values.soft_pin_ttl_s * 1000))
         self._pinned = self._native.ReplicateConfig()
         self._pinned.with_hard_pin = True
-        self._epoch = ""
-        self._old_epochs: list[str] = []
         self._store: Any = None
         self._setup_of_store: tuple[Any, ...] = ()
         # One for each direction. A lock has no order, so loads could keep stores from a common one for ever.
@@ -200,9 +192,12 @@ class MooncakeTier(JobTier):
         super().__init__(
             host_blocks,
             "MOONCAKE",
+            _FORMAT,
+            fingerprint=fingerprint,
+            salt=values.salt,
             codec=codec,
             num_threads=values.num_threads,
-            max_queued_blocks=max(1, values.max_queued_bytes // self._block_bytes),
+            max_queued_bytes=values.max_queued_bytes,
             max_batch_blocks=values.max_batch_blocks,
             maintain_interval_s=_MAINTAIN_INTERVAL_S,
             query_deadline_s=values.timeout_s,
@@ -225,44 +220,55 @@ class MooncakeTier(JobTier):
         # One seal per host row, registered like the rows; the last one carries the epoch.
         self._seals = np.zeros((len(self.host_rows) + 1, SEAL_BYTES), np.uint8)
         try:
-            self._connect()
-        except OSError:
-            # The engine starts without it; `maintain` tries again.
-            pass
+            super().open()
         finally:
             self._is_starting = False
 
     def name_of(self, key: bytes) -> str:
         """Return the name of a block in the store."""
-        return f"{self._namespace.prefix}:{self._epoch}:{key.hex()}"
+        return self.store_name(key).decode("latin-1")
 
-    def exists(self, keys: list[bytes]) -> Sequence[bool]:
-        return self._are_held(self._connected(), [self.name_of(key) for key in keys])
+    def store_name(self, key: bytes) -> bytes:
+        return super().store_name(key.hex().encode())
 
-    def put(self, batch: TierBatch) -> Sequence[int]:
-        store = self._connected()
-        names = [self.name_of(key) for key in batch.keys]
-        outcomes = [BlockOutcome.REFUSED] * len(names)
-        # In this order: a reset raises the generation before the epoch, so an old block never gets a new name.
-        if batch.generation != self.generation:
-            return outcomes
-        held = self._are_held(store, names)
+    def connect(self) -> None:
+        if self._store is None:
+            self._connect()
+
+    def read_epoch(self) -> str | None:
+        store, carrier = self._connected(), self._seals[-1, :_EPOCH_BYTES]
+        answer = store.get_into(self.epoch_name.decode(), carrier.ctypes.data, _EPOCH_BYTES)
+        if answer == _NOT_FOUND:
+            return None
+        if answer != _EPOCH_BYTES:
+            raise self._error("get", answer)
+        return carrier.tobytes().hex()
+
+    def announce_epoch(self, epoch: str, replace: bool) -> None:
+        store, carrier = self._connected(), self._seals[-1, :_EPOCH_BYTES]
+        carrier[:] = np.frombuffer(bytes.fromhex(epoch), np.uint8)
+        write = store.upsert_from if replace else store.put_from
+        answer = write(self.epoch_name.decode(), carrier.ctypes.data, _EPOCH_BYTES, self._pinned)
+        if answer not in (0, _EXISTS):
+            raise self._error("write of the epoch", answer)
+
+    def are_held(self, names: list[bytes]) -> Sequence[bool]:
+        answers = self._connected().batch_is_exist(_texts(names))
+        if (worst := min(answers, default=0)) < 0:
+            raise self._error("exists", worst)
+        return [answer == 1 for answer in answers]
+
+    def put_values(self, names: list[bytes], batch: TierBatch, seal: Callable[[int], bytes]) -> Sequence[int]:
+        store, held = self._connected(), self.are_held(names)
+        outcomes = [BlockOutcome.HELD if is_held else BlockOutcome.REFUSED for is_held in held]
         absent = [i for i, is_held in enumerate(held) if not is_held]
-        addresses, buffers = batch.addresses, batch.buffers
-        for i in absent:
-            self._seals[batch.block_ids[i]].data[:] = self._namespace.seal(names[i].encode(), buffers[i])
-        answers: Sequence[int] = ()
-        if absent:
-            parts = self._parts([(addresses[i], batch.block_ids[i]) for i in absent])
-            with self._turn(self._storing):
-                answers = store.batch_put_from_multi_buffers([names[i] for i in absent], *parts, self._config)
-        if batch.generation != self.generation:
-            # The reset's sweep may have come before this.
-            self._remove(store, names)
+        if not absent:
             return outcomes
-        for i, is_held in enumerate(held):
-            if is_held:
-                outcomes[i] = BlockOutcome.HELD
+        for i in absent:
+            self._seals[batch.block_ids[i]].data[:] = seal(i)
+        parts = self._parts(batch, absent)
+        with self._turn(self._storing):
+            answers = store.batch_put_from_multi_buffers(_texts([names[i] for i in absent]), *parts, self._config)
         for i, answer in zip(absent, answers, strict=True):
             if answer == 0:
                 outcomes[i] = BlockOutcome.DONE
@@ -272,67 +278,42 @@ class MooncakeTier(JobTier):
                 raise self._error("put", answer)
         return outcomes
 
-    def get(self, batch: TierBatch) -> Sequence[int]:
-        store = self._connected()
-        names, buffers = [self.name_of(key) for key in batch.keys], batch.buffers
-        parts = self._parts(list(zip(batch.addresses, batch.block_ids, strict=True)))
+    def get_values(
+        self, names: list[bytes], batch: TierBatch, received: Callable[[int, memoryview | None], None]
+    ) -> None:
+        store, texts = self._connected(), _texts(names)
+        parts = self._parts(batch, range(len(names)))
         with self._turn(self._loading):
-            answers = store.batch_get_into_multi_buffers(names, *parts)
-        outcomes, bad = [], []
+            answers = store.batch_get_into_multi_buffers(texts, *parts)
         for i, answer in enumerate(answers):
-            if answer == self._block_bytes + SEAL_BYTES:
-                stored = self._seals[batch.block_ids[i]].data
-                is_good = compare_digest(stored, self._namespace.seal(names[i].encode(), buffers[i]))
-                outcomes.append(BlockOutcome.DONE if is_good else BlockOutcome.CORRUPT)
+            if answer == self.block_bytes + SEAL_BYTES:
+                received(i, self._seals[batch.block_ids[i]].data)
             elif answer in (_NOT_FOUND, _NOT_READY):
-                outcomes.append(BlockOutcome.ABSENT)
-            elif answer >= 0 or self._is_of_another_size(store, names[i]):
-                outcomes.append(BlockOutcome.CORRUPT)
+                continue
+            elif answer >= 0 or self._is_of_another_size(store, texts[i]):
+                received(i, None)
             else:
                 raise self._error("get", answer)
-            if outcomes[-1] == BlockOutcome.CORRUPT:
-                bad.append(names[i])
-        self._remove(store, bad)
-        return outcomes
 
-    def clear(self, generation: int) -> None:
-        """Announce the epoch of the reset and remove the blocks of older ones."""
-        store, epoch = self._store or self._connect(), self._namespace.epoch_of(self.version)
-        self._write_epoch(store.upsert_from, epoch)
-        # A version may be that of now, or of a reset whose sweep failed.
-        self._old_epochs = [old for old in (*self._old_epochs, self._epoch) if old != epoch]
-        self._epoch = epoch
-        while self._old_epochs:
-            num_removed = store.remove_by_regex(f"^{self._namespace.prefix}:{self._old_epochs[-1]}:", True)
-            if num_removed < 0:
-                raise self._error("remove", num_removed)
-            self._old_epochs.pop()
+    def delete_values(self, names: list[bytes]) -> None:
+        answers = self._connected().batch_remove(_texts(names), True)
+        if failed := [answer for answer in answers if answer not in (0, _NOT_FOUND, _NOT_READY)]:
+            self._warnings.warn("remove", "%s", self._error("remove", failed[0]))
 
-    def maintain(self) -> None:
-        if self._store is None:
-            self._connect()
-        elif self._store.get_size(self._epoch_name) == _NOT_FOUND:
-            # Engines that start later join it; this one keeps its own.
-            self._write_epoch(self._store.put_from, self._namespace.epoch_of(None))
+    def delete_older(self, prefix: bytes) -> None:
+        num_removed = self._connected().remove_by_regex(f"^{prefix.decode()}", True)
+        if num_removed < 0:
+            raise self._error("remove", num_removed)
 
     def close(self) -> None:
         if self._store is not None:
             self._keep(self._store, self._setup_of_store)
 
-    @property
-    def _epoch_name(self) -> str:
-        return f"{self._namespace.prefix}:epoch"
-
-    def _parts(self, blocks: list[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
-        start = self._seals.ctypes.data
-        pairs = [[address, start + SEAL_BYTES * block_id] for address, block_id in blocks]
-        return pairs, [[self._block_bytes, SEAL_BYTES]] * len(blocks)
-
-    def _are_held(self, store: Any, names: list[str]) -> list[bool]:
-        answers = store.batch_is_exist(names)
-        if (worst := min(answers, default=0)) < 0:
-            raise self._error("exists", worst)
-        return [answer == 1 for answer in answers]
+    def _parts(self, batch: TierBatch, positions: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the addresses of payload and seal of some blocks, and their lengths."""
+        start, addresses = self._seals.ctypes.data, batch.addresses
+        pairs = [[addresses[i], start + SEAL_BYTES * batch.block_ids[i]] for i in positions]
+        return pairs, [[self.block_bytes, SEAL_BYTES]] * len(pairs)
 
     @contextmanager
     def _turn(self, lock: Lock) -> Iterator[None]:
@@ -343,39 +324,16 @@ class MooncakeTier(JobTier):
         finally:
             lock.release()
 
-    def _remove(self, store: Any, names: list[str]) -> None:
-        answers = store.batch_remove(names, True) if names else []
-        if failed := [answer for answer in answers if answer not in (0, _NOT_FOUND, _NOT_READY)]:
-            self._warnings.warn("remove", "%s", self._error("remove", failed[0]))
-
     def _is_of_another_size(self, store: Any, name: str) -> bool:
         num_bytes: int = store.get_size(name)
-        return num_bytes >= 0 and num_bytes != self._block_bytes + SEAL_BYTES
-
-    def _write_epoch(self, write: Callable[..., int], epoch: str) -> None:
-        """Announce an epoch: `upsert_from` replaces another one, `put_from` leaves it."""
-        carrier = self._seals[-1, :_EPOCH_BYTES]
-        carrier[:] = np.frombuffer(bytes.fromhex(epoch), np.uint8)
-        if (answer := write(self._epoch_name, carrier.ctypes.data, _EPOCH_BYTES, self._pinned)) not in (0, _EXISTS):
-            raise self._error("write of the epoch", answer)
-
-    def _join_epoch(self, store: Any) -> str:
-        """Return the announced epoch. If it is missing, announce one; of engines that start together, one succeeds."""
-        carrier = self._seals[-1, :_EPOCH_BYTES]
-        answer = store.get_into(self._epoch_name, carrier.ctypes.data, _EPOCH_BYTES)
-        if answer == _NOT_FOUND:
-            self._write_epoch(store.put_from, self._namespace.epoch_of(None))
-            answer = store.get_into(self._epoch_name, carrier.ctypes.data, _EPOCH_BYTES)
-        if answer != _EPOCH_BYTES:
-            raise self._error("get", answer)
-        return carrier.tobytes().hex()
+        return num_bytes >= 0 and num_bytes != self.block_bytes + SEAL_BYTES
 
     def _connected(self) -> Any:
         if self._store is None:
             raise OSError(f"no connection to {self._setup[-1]} yet")
         return self._store
 
-    def _connect(self) -> Any:
+    def _connect(self) -> None:
         arguments = (self._checked_host(), *self._setup)
         if idle := _idle_clients.get((*arguments, self._tenant)):
             store = idle.pop()
@@ -389,12 +347,10 @@ class MooncakeTier(JobTier):
             for address, num_bytes in self._regions():
                 if (answer := store.register_buffer(address, num_bytes)) != 0:
                     raise self._error("register_buffer", answer)
-            self._epoch = self._epoch or self._join_epoch(store)
         except BaseException:
             self._keep(store, (*arguments, self._tenant))
             raise
         self._store, self._setup_of_store = store, (*arguments, self._tenant)
-        return store
 
     def _checked_host(self) -> str:
         """Return this node's name; OSError if the master does not answer."""
@@ -411,7 +367,7 @@ class MooncakeTier(JobTier):
     def _regions(self) -> list[tuple[int, int]]:
         """Return address and size of the memory that the client reads and writes."""
         rows = self.host_rows
-        num_bytes = (len(rows) - 1) * rows.strides[0] + self._block_bytes
+        num_bytes = (len(rows) - 1) * rows.strides[0] + self.block_bytes
         return [(rows.ctypes.data, num_bytes), (self._seals.ctypes.data, self._seals.nbytes)]
 
     def _keep(self, store: Any, setup: tuple[Any, ...]) -> None:
@@ -422,6 +378,10 @@ class MooncakeTier(JobTier):
 
     def _error(self, call: str, answer: int) -> OSError:
         return OSError(f"{self._setup[-1]}: {call} failed: {_ERRORS.get(answer, 'error')} ({answer})")
+
+
+def _texts(names: list[bytes]) -> list[str]:
+    return [name.decode("latin-1") for name in names]
 
 
 def _try_in_a_process(setup: tuple[Any, ...]) -> None:

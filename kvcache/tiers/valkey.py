@@ -1,18 +1,8 @@
 """A tier on Valkey or Redis: blocks that one engine stores are hits for every other engine on the same server.
 
-Keys on the server are ``kvcache:<namespace>:<epoch>:<block key>``. The namespace is a keyed digest of the fingerprint
-(model, dtype, geometry), the format and a tenant's salt, so engines share blocks only if the bytes mean the same. A
-value is a seal over name and payload, then the payload. A value that is foreign, short, long or torn is a counted miss
-and is deleted.
-
-A reset announces another epoch and deletes the blocks of the old one. The epoch of a reset to a version is derived from
-it, so engines that are reset to one version meet; without a version it is random. An engine keeps the epoch that it
-found when it started or took in its own reset, because another engine's reset may mean other weights. Engines that
-start later join the announced epoch. If the server has forgotten it, a running engine announces a random one for them
-and keeps its own.
-
-Each value is read and written by one command, pipelined, straight from and into host memory (`valkey_wire`). Values
-that the server holds are not sent again. The server does memory limits, eviction and persistence.
+A value is a seal and then the payload. Each one is read and written by one command, pipelined, straight from and into
+host memory (`valkey_wire`). Values that the server holds are not sent again. The server does memory limits, eviction
+and persistence. Names, seals and epochs are those of `SharedStoreTier`.
 """
 
 from __future__ import annotations
@@ -21,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hmac import compare_digest
 from itertools import islice
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -44,9 +33,9 @@ from kvcache.options import (
     parse_threads,
     without_secrets,
 )
-from kvcache.tiering.checksum import SEAL_BYTES, Namespace
-from kvcache.tiering.codec import Codec, parse_codec, stored_form
-from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
+from kvcache.tiering.codec import Codec, parse_codec
+from kvcache.tiering.job_tier import BlockOutcome, TierBatch
+from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier
 from kvcache.tiers.valkey_wire import MISSING, Channel, ServerError, channel, pack, pack_set
 
 if TYPE_CHECKING:
@@ -66,7 +55,9 @@ def _parse_url(name: str, value: object) -> str:
     parts = urlsplit(url)
     shown = without_secrets(url) if "//" in url else url.rpartition("@")[2]
     if parts.scheme not in _SCHEMES or "//" not in url:
-        raise ValueError(f"{name} must begin with one of {', '.join(f'{one}://' for one in _SCHEMES)}, got {shown!r}")
+        raise ValueError(
+            f"{name} must begin with one of {', '.join(f'{scheme}://' for scheme in _SCHEMES)}, got {shown!r}"
+        )
     try:
         _ = parts.port
     except ValueError:
@@ -102,7 +93,7 @@ class ValkeyOptions(Options):
     codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
 
-class ValkeyTier(JobTier):
+class ValkeyTier(SharedStoreTier):
     """Keep blocks on a Valkey or Redis server, or cluster.
 
     Parameters
@@ -141,19 +132,17 @@ class ValkeyTier(JobTier):
         self._options = _client_options(values)
         self._url, self._is_cluster, self._timeout_s = values.url, values.cluster, values.timeout_s
         self._ttl_ms = None if values.ttl_s is None else max(1, int(values.ttl_s * 1000))
-        self._block_bytes, fingerprint = stored_form(codec, host_blocks, fingerprint)
-        self._namespace = Namespace(_FORMAT, fingerprint, self._block_bytes, values.salt)
-        self._prefix = self._namespace.prefix.encode()
-        self._epoch = b""
-        self._old_epochs: list[bytes] = []
         self._connecting = Lock()
         self._client: Any = None
         super().__init__(
             host_blocks,
             "VALKEY",
+            _FORMAT,
+            fingerprint=fingerprint,
+            salt=values.salt,
             codec=codec,
             num_threads=values.num_threads,
-            max_queued_blocks=max(1, values.max_queued_bytes // self._block_bytes),
+            max_queued_bytes=values.max_queued_bytes,
             max_batch_blocks=values.max_batch_blocks,
             maintain_interval_s=_EPOCH_INTERVAL_S,
             query_deadline_s=values.timeout_s,
@@ -177,16 +166,22 @@ class ValkeyTier(JobTier):
 
     def open(self) -> None:
         try:
-            self._server()
+            super().open()
         except (AuthenticationError, AuthorizationError) as error:
             raise ValueError(f"{self._address} refuses the credentials: {_shown(error)}") from None
-        except (ValkeyError, OSError, ValueError):
+        except (ValkeyError, ValueError):
             # The engine starts without it; each job tries again.
             pass
 
-    def exists(self, keys: list[bytes]) -> Sequence[bool]:
-        names = [self._name(key) for key in keys]
-        held = [False] * len(keys)
+    def read_epoch(self) -> str | None:
+        epoch: bytes | None = self._server().get(self.epoch_name)
+        return None if epoch is None else epoch.decode("latin-1")
+
+    def announce_epoch(self, epoch: str, replace: bool) -> None:
+        self._server().set(self.epoch_name, epoch, nx=not replace)
+
+    def are_held(self, names: list[bytes]) -> Sequence[bool]:
+        held = [False] * len(names)
 
         def ask(server: Channel, positions: Sequence[int]) -> None:
             server.send([pack(b"EXISTS", names[i]) for i in positions])
@@ -196,16 +191,11 @@ class ValkeyTier(JobTier):
         self._converse(names, ask)
         return held
 
-    def put(self, batch: TierBatch) -> Sequence[int]:
-        self._server()
-        names, buffers = [self._name(key) for key in batch.keys], batch.buffers
+    def put_values(self, names: list[bytes], batch: TierBatch, seal: Callable[[int], bytes]) -> Sequence[int]:
+        buffers = batch.buffers
         outcomes = [BlockOutcome.REFUSED] * len(names)
-        # In this order: a reset raises the generation before the epoch, so an old block never gets a new name.
-        if batch.generation != self.generation:
-            return outcomes
         ttl = b"" if self._ttl_ms is None else b"%d" % self._ttl_ms
-
-        size = max(1, _WINDOW_BYTES // self._block_bytes)
+        size = max(1, _WINDOW_BYTES // self.block_bytes)
 
         def ask(positions: Sequence[int]) -> list[bytes]:
             # It makes a block that the server holds as recent as if it had been stored again.
@@ -222,8 +212,7 @@ class ValkeyTier(JobTier):
                     else:
                         absent.append(i)
                 for i in absent:
-                    seal = self._namespace.seal(names[i], buffers[i])
-                    before, after = pack_set(names[i], seal, self._block_bytes, self._ttl_ms)
+                    before, after = pack_set(names[i], seal(i), self.block_bytes, self._ttl_ms)
                     waiting += [before, buffers[i], after]
                 server.send([*waiting, *ask(positions[first + size : first + 2 * size])])
                 for i in absent:
@@ -238,10 +227,11 @@ class ValkeyTier(JobTier):
         self._converse(names, store)
         return outcomes
 
-    def get(self, batch: TierBatch) -> Sequence[int]:
-        names, buffers = [self._name(key) for key in batch.keys], batch.buffers
-        outcomes = [BlockOutcome.ABSENT] * len(names)
-        window = max(1, _WINDOW_BYTES // self._block_bytes)
+    def get_values(
+        self, names: list[bytes], batch: TierBatch, received: Callable[[int, memoryview | None], None]
+    ) -> None:
+        buffers = batch.buffers
+        window = max(1, _WINDOW_BYTES // self.block_bytes)
 
         def load(server: Channel, positions: Sequence[int]) -> None:
             seal = memoryview(bytearray(SEAL_BYTES))
@@ -250,73 +240,35 @@ class ValkeyTier(JobTier):
                     # Half of the awaited answers have come.
                     first = number + window if number else 0
                     server.send([pack(b"GET", names[j]) for j in positions[first : number + 2 * window]])
-                outcomes[i] = self._receive(server, names[i], seal, buffers[i])
+                num_bytes = _read_value(server, (seal, buffers[i]))
+                if num_bytes != MISSING:
+                    received(i, seal if num_bytes == SEAL_BYTES + self.block_bytes else None)
 
         self._converse(names, load)
-        for name, outcome in zip(names, outcomes, strict=True):
-            if outcome == BlockOutcome.CORRUPT:
-                self._server().unlink(name)
-        return outcomes
 
-    def clear(self, generation: int) -> None:
-        """Announce the epoch of the reset and delete the blocks of older ones."""
-        server, epoch = self._server(), self._namespace.epoch_of(self.version).encode()
-        server.set(self._epoch_name, epoch)
-        # A version may be that of now, or of a reset whose sweep failed.
-        self._old_epochs = [old for old in (*self._old_epochs, self._epoch) if old != epoch]
-        self._epoch = epoch
-        while self._old_epochs:
-            _unlink(server, b"%b:%b:*" % (self._prefix, self._old_epochs[-1]))
-            self._old_epochs.pop()
+    def delete_values(self, names: list[bytes]) -> None:
+        server = self._server()
+        for name in names:
+            server.unlink(name)
+
+    def delete_older(self, prefix: bytes) -> None:
+        _unlink(self._server(), prefix + b"*")
 
     def maintain(self) -> None:
-        # Reading the epoch keeps it recent on a server that evicts any key.
-        if self._client is not None and self._client.get(self._epoch_name) is None:
-            self._client.set(self._epoch_name, self._namespace.epoch_of(None), nx=True)
+        # A server that has not answered yet is tried by the next job.
+        if self._client is not None:
+            super().maintain()
 
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
 
-    @property
-    def _epoch_name(self) -> bytes:
-        return self._prefix + b":epoch"
-
-    def _name(self, key: bytes) -> bytes:
-        return b"%b:%b:%b" % (self._prefix, self._epoch, key)
-
     def _server(self) -> Any:
-        # One thread connects at a time: another one must not join the epoch that a reset has just left.
+        # A cluster's client reads the topology when it is made: one thread at a time does.
         with self._connecting:
             if self._client is None:
-                client = _client_of(self._url, self._is_cluster, self._options)
-                try:
-                    # Of engines that start together, one announces an epoch and all join it.
-                    if client.get(self._epoch_name) is None:
-                        client.set(self._epoch_name, self._namespace.epoch_of(None), nx=True)
-                    self._epoch = client.get(self._epoch_name)
-                    if not self._epoch:
-                        raise OSError(f"{self._address} does not keep the epoch")
-                except BaseException:
-                    client.close()
-                    raise
-                self._client = client
+                self._client = _client_of(self._url, self._is_cluster, self._options)
             return self._client
-
-    def _receive(self, server: Channel, name: bytes, seal: memoryview, buffer: memoryview) -> BlockOutcome:
-        try:
-            num_bytes = server.read_value((seal, buffer))
-        except ServerError as error:
-            # Another client's list or set under our name.
-            if not str(error).startswith("WRONGTYPE "):
-                raise
-            return BlockOutcome.CORRUPT
-        if num_bytes == MISSING:
-            return BlockOutcome.ABSENT
-        is_whole = num_bytes == SEAL_BYTES + self._block_bytes
-        if is_whole and compare_digest(seal, self._namespace.seal(name, buffer)):
-            return BlockOutcome.DONE
-        return BlockOutcome.CORRUPT
 
     def _converse(self, names: list[bytes], talk: Callable[[Channel, Sequence[int]], None]) -> None:
         """Call `talk` for each server that holds some of `names`, with their positions.
@@ -346,6 +298,17 @@ class ValkeyTier(JobTier):
             nodes[node.name] = node
             positions.setdefault(node.name, []).append(i)
         return [(client.get_valkey_connection(node), positions[name]) for name, node in nodes.items()]
+
+
+def _read_value(server: Channel, targets: tuple[memoryview, memoryview]) -> int:
+    """Read a value into buffers, and return its length or `MISSING`; 0 for what is no string."""
+    try:
+        return server.read_value(targets)
+    except ServerError as error:
+        # Another client's list or set under our name.
+        if not str(error).startswith("WRONGTYPE "):
+            raise
+        return 0
 
 
 def clear_server(
@@ -392,11 +355,11 @@ def _unlink(server: Any, pattern: bytes) -> int:
 
 def _other_clients(node: Any, known: list[str] | None) -> list[str] | None:
     try:
-        own = node.client_id()
-        found = [one["addr"] for one in node.client_list(_type="normal") if int(one["id"]) != own]
+        own_id = node.client_id()
+        addresses = [client["addr"] for client in node.client_list(_type="normal") if int(client["id"]) != own_id]
     except NoPermissionError:
         return None
-    return None if known is None else known + found
+    return None if known is None else known + addresses
 
 
 def _address(url: str) -> str:

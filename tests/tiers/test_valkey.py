@@ -118,7 +118,7 @@ def test_damaged_values_are_misses_that_are_deleted(server, client, opened):
 
 
 def epoch_of(tier):
-    return tier._name(b"").split(b":")[2]
+    return tier.store_name(b"").split(b":")[2]
 
 
 def test_resets_after_the_server_lost_its_memory_reach_different_epochs(server, opened):
@@ -172,11 +172,11 @@ NUM_FORGED = 10_000
 def test_value_of_a_client_without_salt_and_fingerprint_is_never_accepted(server, client, opened, salt):
     tier = open_tier(opened, server.url, 512, fingerprint={"model": "m"}, salt=salt)
     store(tier, KEYS)
-    old = {key: client.get(tier._name(key)) for key in KEYS}
+    old = {key: client.get(tier.store_name(key)) for key in KEYS}
     tier.reset()
     wait_for_reset(tier)
     store(tier, KEYS, job_id=3)
-    names = {key: tier._name(key) for key in KEYS}
+    names = {key: tier.store_name(key) for key in KEYS}
     own = {key: client.get(name) for key, name in names.items()}
     dice = np.random.default_rng(0)
     num_forged = 0

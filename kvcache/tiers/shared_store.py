@@ -1,0 +1,225 @@
+"""The base of tiers on a store that engines share: names, seals and epochs, the same for every store.
+
+A store is a subclass with five methods: read the epoch, announce it, get, put, exists. It moves values under names that
+this class makes, and hands each value's seal back; this class compares it.
+
+Names are ``kvcache:<namespace>:<epoch>:<block key>``. The namespace is a keyed digest of the fingerprint (model, dtype,
+geometry), the format and a tenant's salt, so engines share blocks only if the bytes mean the same. A value is a payload
+and a seal over name and payload. A value that is foreign, short, long or torn is a counted miss and is deleted.
+
+A reset announces another epoch and deletes the blocks of the old one. The epoch of a reset to a version is derived from
+it, so engines that are reset to one version meet; without a version it is random. An engine keeps the epoch that it
+found when it started or took in its own reset, because another engine's reset may mean other weights. Engines that
+start later join the announced epoch. If the store has forgotten it, a running engine announces a random one for them
+and keeps its own.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from hmac import compare_digest
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from kvcache.tiering.checksum import SEAL_BYTES, Namespace
+from kvcache.tiering.codec import Codec, stored_form
+from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
+
+if TYPE_CHECKING:
+    from kvcache.tiering.tier import HostBlocks
+
+    Seal = bytes | bytearray | memoryview
+
+__all__ = ["SEAL_BYTES", "SharedStoreTier"]
+
+
+class SharedStoreTier(JobTier):
+    """Keep blocks in a store that engines share; a subclass moves values.
+
+    Parameters
+    ----------
+    host_blocks : numpy.ndarray
+        The pool, uint8 or int8, shape (num_blocks, block_bytes).
+    medium : str
+        The medium's name in events.
+    store_format : bytes
+        Name and version of the values' layout: engines of two formats share nothing.
+    fingerprint : mapping, optional
+        Identifies the model and the geometry of the blocks.
+    salt : str
+        A secret of one tenant's engines; without it, values cannot be forged by accident only.
+    codec : Codec, optional
+        Encodes the blocks.
+    max_queued_bytes : int
+        Bytes under way at most.
+    maintain_interval_s : float
+        Time between looks at the announced epoch.
+    **options
+        Further options of :py:class:`~kvcache.JobTier`.
+
+    Attributes
+    ----------
+    block_bytes : int
+        Bytes of a block without its seal of `SEAL_BYTES` bytes.
+    prefix : bytes
+        The start of all names of this model.
+
+    Notes
+    -----
+    Call this constructor last in the subclass's own: it starts the threads. I/O threads call `get_values`,
+    `put_values` and `are_held`, several at once. One thread at a time calls the others.
+    """
+
+    def __init__(
+        self,
+        host_blocks: HostBlocks,
+        medium: str,
+        store_format: bytes,
+        *,
+        fingerprint: Mapping[str, Any] | None = None,
+        salt: str = "",
+        codec: Codec | None = None,
+        max_queued_bytes: int = 256 << 20,
+        maintain_interval_s: float = 5.0,
+        **options: Any,
+    ) -> None:
+        self.block_bytes, described = stored_form(codec, host_blocks, fingerprint)
+        self._namespace = Namespace(store_format, described, self.block_bytes, salt)
+        self.prefix = self._namespace.prefix.encode()
+        # The epoch of this engine, empty until the store has answered, and older ones whose blocks are not deleted yet.
+        self._epoch = ""
+        self._old_epochs: list[str] = []
+        self._epoch_lock = Lock()
+        super().__init__(
+            host_blocks,
+            medium,
+            codec=codec,
+            max_queued_blocks=max(1, max_queued_bytes // self.block_bytes),
+            maintain_interval_s=maintain_interval_s,
+            **options,
+        )
+
+    # The five methods of a store. An OSError fails the batch, or is tried again.
+
+    @abstractmethod
+    def read_epoch(self) -> str | None:
+        """Return the value that is announced under `epoch_name`, None without one."""
+
+    @abstractmethod
+    def announce_epoch(self, epoch: str, replace: bool) -> None:
+        """Write an epoch under `epoch_name`; unless `replace`, leave one that is there, in one step."""
+
+    @abstractmethod
+    def get_values(self, names: list[bytes], batch: TierBatch, received: Callable[[int, Seal | None], None]) -> None:
+        """Read the payloads of `names` into the buffers of `batch`.
+
+        Call ``received(i, seal)`` once the i-th buffer is filled, with the seal that was stored with it, or None if the
+        value is of another length. A name without a call counts as absent.
+        """
+
+    @abstractmethod
+    def put_values(self, names: list[bytes], batch: TierBatch, seal: Callable[[int], bytes]) -> Sequence[int]:
+        """Store the buffers of `batch` under `names`, each with ``seal(i)``; return a `BlockOutcome` per name."""
+
+    @abstractmethod
+    def are_held(self, names: list[bytes]) -> Sequence[bool]:
+        """Return per name whether the store has a value."""
+
+    # What a store may have besides.
+
+    def connect(self) -> None:
+        """Connect, if that is not done yet; called at the start and every `maintain_interval_s`."""
+
+    def delete_values(self, names: list[bytes]) -> None:
+        """Delete some names, which need not exist. Without it, bad values stay and are counted once an engine."""
+
+    def delete_older(self, prefix: bytes) -> None:
+        """Delete all names that begin with `prefix`. Without it, the store itself must evict blocks of old epochs."""
+
+    # What is the same for every store.
+
+    @property
+    def epoch_name(self) -> bytes:
+        """The name of the announced epoch."""
+        return self.prefix + b":epoch"
+
+    def store_name(self, key: bytes) -> bytes:
+        """Return the name of a block in the store."""
+        return b"%b:%b:%b" % (self.prefix, self._epoch.encode("latin-1"), key)
+
+    def open(self) -> None:
+        # Without a store the engine starts all the same, and each later call tries again.
+        with suppress(OSError):
+            self.connect()
+            self._join_epoch()
+
+    def exists(self, keys: list[bytes]) -> Sequence[bool]:
+        self._join_epoch()
+        return self.are_held([self.store_name(key) for key in keys])
+
+    def get(self, batch: TierBatch) -> Sequence[int]:
+        self._join_epoch()
+        names, buffers = [self.store_name(key) for key in batch.keys], batch.buffers
+        outcomes = [BlockOutcome.ABSENT] * len(names)
+
+        def received(i: int, seal: Seal | None) -> None:
+            is_good = seal is not None and compare_digest(seal, self._namespace.seal(names[i], buffers[i]))
+            outcomes[i] = BlockOutcome.DONE if is_good else BlockOutcome.CORRUPT
+
+        self.get_values(names, batch, received)
+        if bad := [name for name, outcome in zip(names, outcomes, strict=True) if outcome == BlockOutcome.CORRUPT]:
+            self.delete_values(bad)
+        return outcomes
+
+    def put(self, batch: TierBatch) -> Sequence[int]:
+        self._join_epoch()
+        names, buffers = [self.store_name(key) for key in batch.keys], batch.buffers
+        refused = [BlockOutcome.REFUSED] * len(names)
+        # After the names: a reset raises the generation before the epoch, so an old block never gets a new name.
+        if batch.generation != self.generation:
+            return refused
+        outcomes = self.put_values(names, batch, lambda i: self._namespace.seal(names[i], buffers[i]))
+        if batch.generation != self.generation:
+            # The reset may have deleted the old names before these were written.
+            self.delete_values(names)
+            return refused
+        return outcomes
+
+    def clear(self, generation: int) -> None:
+        """Announce the epoch of the reset and delete the blocks of older ones."""
+        self.connect()
+        self._join_epoch()
+        epoch = self._namespace.epoch_of(self.version)
+        with self._epoch_lock:
+            self.announce_epoch(epoch, replace=True)
+            # A version may be that of now, or of a reset whose old blocks are not deleted yet.
+            self._old_epochs = [old for old in (*self._old_epochs, self._epoch) if old != epoch]
+            self._epoch = epoch
+        while self._old_epochs:
+            self.delete_older(b"%b:%b:" % (self.prefix, self._old_epochs[-1].encode("latin-1")))
+            self._old_epochs.pop()
+
+    def maintain(self) -> None:
+        self.connect()
+        with self._epoch_lock:
+            # Reading keeps the epoch recent in a store that evicts any name.
+            if self._epoch and self.read_epoch() is None:
+                self.announce_epoch(self._namespace.epoch_of(None), replace=False)
+
+    def _join_epoch(self) -> None:
+        """Take the announced epoch, once. If there is none, announce one; engines that start together share it."""
+        if self._epoch:
+            return
+        # One thread at a time: another one must not join the epoch that a reset has just left.
+        with self._epoch_lock:
+            if self._epoch:
+                return
+            epoch = self.read_epoch()
+            if epoch is None:
+                self.announce_epoch(self._namespace.epoch_of(None), replace=False)
+                epoch = self.read_epoch()
+            if not epoch:
+                raise OSError(f"{self!r} does not keep the epoch")
+            self._epoch = epoch

@@ -1,0 +1,173 @@
+"""What every shared store has from its base, on the store of docs/howto/tier.md: a dict in another process."""
+
+import re
+from multiprocessing import Manager
+from pathlib import Path
+
+import pytest
+from stores import KEYS, StoreContract, blocks, found, load, store, until, wait_for_reset
+
+from kvcache.tiering import lifecycle
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "tier.md"
+
+
+def shown_class():
+    """Return the class that the page shows."""
+    (code,) = [
+        code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "SharedStoreTier)" in code
+    ]
+    assert len(code.splitlines()) <= 60
+    names = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+    return names["DictStoreTier"]
+
+
+DictStoreTier = shown_class()
+
+
+@pytest.fixture(scope="module")
+def process():
+    """A process that keeps dicts."""
+    with Manager() as manager:
+        yield manager
+
+
+class TestDictStoreTier(StoreContract):
+    tier_type = DictStoreTier
+
+    @pytest.fixture(autouse=True)
+    def shared_dict(self, process):
+        self.place = {"shared_dict": process.dict()}
+
+
+@pytest.fixture
+def values():
+    """The store's values, in this process: a test can change them."""
+    return {}
+
+
+@pytest.fixture
+def open_engine(values, opened):
+    def open_one(**options):
+        opened.append(DictStoreTier(values, blocks(), fingerprint={"model": "m"}, **options))
+        return opened[-1]
+
+    return open_one
+
+
+def reset_all(engines, *versions):
+    for engine, version in zip(engines, versions, strict=True):
+        engine.reset(version)
+        wait_for_reset(engine)
+
+
+def test_same_version_shares_after_reset(open_engine):
+    engines = [open_engine() for _ in range(3)]
+    reset_all(engines, "v7", "v7", "v7")
+    store(engines[0], KEYS[:4])
+    assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4]] * 3
+    reset_all(engines, "v7", "v7", "v7")
+    assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4]] * 3
+
+
+def test_random_epochs_share_nothing(open_engine):
+    engines = [open_engine() for _ in range(3)]
+    reset_all(engines, None, None, "v7")
+    store(engines[0], KEYS[:4])
+    assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4], [], []]
+
+
+def test_reset_deletes_only_blocks_of_left_epoch(open_engine, values):
+    first, second = open_engine(), open_engine()
+    store(first, KEYS[:4])
+    reset_all([first], "v7")
+    assert len(values) == 1, "the epoch"
+    store(first, KEYS[:4])
+    reset_all([second], "v7")
+    assert len(values) == 5
+
+
+def test_salt_separates_epochs_of_one_version(open_engine, values):
+    engines = [open_engine(salt=salt) for salt in ("a", "b")]
+    reset_all(engines, "v7", "v7")
+    assert len({values[engine.epoch_name] for engine in engines}) == 2
+
+
+def test_swapped_values_are_corrupt_and_deleted(open_engine, values):
+    engine = open_engine()
+    store(engine, KEYS[:3])
+    first, second, third = (engine.store_name(key) for key in KEYS[:3])
+    values[first], values[second] = values[second], values[first]
+    values[third] = values[third][:-1]
+    result = load(engine, KEYS[:3])
+    assert (result.done, sorted(result.failed), result.error) == ([], KEYS[:3], "")
+    assert engine.stats().corrupt_blocks == 3
+    assert not {first, second, third} & values.keys()
+
+
+def test_block_of_older_epoch_is_corrupt_under_newer(open_engine, values):
+    engine = open_engine()
+    store(engine, KEYS[:1])
+    old = values[engine.store_name(KEYS[0])]
+    reset_all([engine], 8)
+    values[engine.store_name(KEYS[0])] = old
+    assert load(engine, KEYS[:1]).done == []
+
+
+def test_store_that_a_reset_overtakes_is_refused(open_engine, values, monkeypatch):
+    engine = open_engine()
+    put_values = DictStoreTier.put_values
+
+    def reset_and_put(self, names, batch, seal):
+        self.reset(8)
+        outcomes = put_values(self, names, batch, seal)
+        assert set(names) <= values.keys()
+        return outcomes
+
+    monkeypatch.setattr(DictStoreTier, "put_values", reset_and_put)
+    result = store(engine, KEYS[:2])
+    assert (result.done, sorted(result.failed)) == ([], KEYS[:2])
+    wait_for_reset(engine)
+    assert list(values) == [engine.epoch_name]
+
+
+def test_failed_sweep_is_tried_again(open_engine, values, monkeypatch):
+    monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
+    engine = open_engine()
+    store(engine, KEYS[:4])
+    delete_older, calls = DictStoreTier.delete_older, []
+
+    def fail_first(self, prefix):
+        calls.append(prefix)
+        if len(calls) == 1:
+            raise OSError("not now")
+        delete_older(self, prefix)
+
+    monkeypatch.setattr(DictStoreTier, "delete_older", fail_first)
+    engine.reset(8)
+    wait_for_reset(engine)
+    assert len(set(calls)) == 1
+    assert list(values) == [engine.epoch_name]
+
+
+def test_lost_epoch_is_announced_for_later_engines(open_engine, values):
+    engine = open_engine(maintain_interval_s=0.01)
+    before = values.pop(engine.epoch_name)
+    until(lambda: engine.epoch_name in values)
+    assert values[engine.epoch_name] != before
+    store(engine, KEYS[:2])
+    assert found(open_engine(), KEYS[:2]) == 0
+    assert found(engine, KEYS[:2]) == 2
+
+
+def test_engine_starts_without_its_store(opened, values, monkeypatch):
+    def refuse(self):
+        raise OSError("no store")
+
+    monkeypatch.setattr(DictStoreTier, "read_epoch", refuse)
+    engine = DictStoreTier(values, blocks())
+    opened.append(engine)
+    assert store(engine, KEYS[:2]).error == "OSError: no store"
+    monkeypatch.undo()
+    assert sorted(store(engine, KEYS[:2]).done) == KEYS[:2]
