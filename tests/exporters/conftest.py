@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 def publisher() -> Iterator[Any]:
     """A publisher of whole hashes, which can be compared with keys."""
     harness = importlib.import_module("kv_harness")
-    with harness.open_publisher(digest_every=4) as made:
+    with harness.open_publisher() as made:
         yield made
 
 

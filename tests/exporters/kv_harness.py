@@ -13,7 +13,16 @@ import msgspec
 import zmq
 
 from kvcache import OffloadingEvent, make_offload_key
-from kvcache.exporters.kv_events import END_OF_REPLAY, BlockStored, EventBatch, KVEventPublisher, KVEventSubscriber
+from kvcache.exporters.kv_events import (
+    END_OF_REPLAY,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    BlockView,
+    EventBatch,
+    KVEventPublisher,
+    KVEventSubscriber,
+)
 
 ANY_PORT = "tcp://127.0.0.1:0"
 NOWHERE = "tcp://127.0.0.1:1"
@@ -40,7 +49,7 @@ def batch(ts: float, number: int, group_idx: int = 0) -> EventBatch:
 
 def message(seq: int, number: int, group_idx: int = 0) -> list[bytes]:
     """Return the frames of a batch that stores one block."""
-    return [b"kv-events", seq.to_bytes(8, "big"), encode(batch(1.0 + seq, number, group_idx))]
+    return [b"kv@host@", seq.to_bytes(8, "big"), encode(batch(1.0 + seq, number, group_idx))]
 
 
 def until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -72,7 +81,7 @@ def joined(publisher: KVEventPublisher, number: int = 0) -> Iterator[KVEventSubs
 def settle(publisher: KVEventPublisher, subscriber: KVEventSubscriber) -> None:
     """Poll until publisher and subscriber agree."""
     assert publisher.flush(30)
-    poll_until(subscriber, lambda: subscriber.view.media() == publisher.snapshot()[1])
+    poll_until(subscriber, lambda: subscriber.view.media() == media_of(publisher))
 
 
 def poll_until(subscriber: KVEventSubscriber, holds: Callable[[], bool]) -> None:
@@ -103,6 +112,36 @@ def ask(publisher: KVEventPublisher, request: bytes = bytes(8)) -> list[list[byt
             assert socket.poll(30_000)
             frames.append(socket.recv_multipart())
         return frames
+
+
+def media_of(publisher: KVEventPublisher) -> dict[str, frozenset[tuple[bytes, int]]]:
+    """Return the blocks that all batches of a publisher leave in each medium."""
+    types = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+    view = BlockView()
+    for frames in ask(publisher)[:-1]:
+        for event in msgspec.msgpack.decode(frames[-1])[1]:
+            fields = event if isinstance(event, dict) else {"type": event[0]}
+            made = msgspec.convert(fields, types[fields["type"]]) if fields is event else types[event[0]](*event[1:])
+            view.apply(EventBatch(0.0, [made]))
+    return view.media()
+
+
+@contextmanager
+def stalled(publisher: KVEventPublisher) -> Iterator[None]:
+    """Keep the publishing thread in the sending of a batch, so that the queue fills."""
+    may_go, socket = threading.Event(), publisher._pub
+
+    class Stalled:
+        def send_multipart(self, frames: Any) -> None:
+            may_go.wait(60)
+            socket.send_multipart(frames)
+
+    publisher._pub = Stalled()
+    try:
+        yield
+    finally:
+        may_go.set()
+        publisher._pub = socket
 
 
 @contextmanager

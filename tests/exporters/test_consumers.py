@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zmq
 from consumers import READERS, TAKEN, Reader
-from kv_harness import ANY_PORT
+from kv_harness import ANY_PORT, media_of
 
 from kvcache import CPUOffloadingManager, MemoryTier, Prompt, ReqContext, TieredOffloadingManager
 from kvcache.events import OffloadingEvent
@@ -110,7 +110,7 @@ def run(manager: Any, readers: list[Reader], num_requests: int, loss: float = 0.
                 reader.feed(*frames)
         assert wire.publisher.stats()["dropped_events"] == 0
         assert bool(wire.num_lost) == bool(loss)
-        held = wire.publisher.snapshot()[1]
+        held = media_of(wire.publisher)
     assert held
     for reader in readers:
         names = {"cpu": "CPU", "hostpinned": "CPU", "storage": "STORAGE", "disk": "STORAGE"}

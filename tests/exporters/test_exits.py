@@ -22,7 +22,7 @@ from kvcache.exporters.status import StatusServer, ask
 way, folder = sys.argv[1], Path(sys.argv[2])
 manager = CPUOffloadingManager(16, 64, enable_events=True)
 telemetry = Telemetry(manager, time_calls=True)
-publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", digest_every=2)
+publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
 subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, timeout_s=1)
 status, prometheus = StatusServer(telemetry, folder / "s.sock"), PrometheusExporter(telemetry, 0)
 recorder = Recorder(manager, folder / "run.kvlog")

@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from kv_harness import ANY_PORT, open_publisher, subscribed, until
+from kv_harness import ANY_PORT, media_of, open_publisher, stalled, until
 
 from kvcache import CPUOffloadingManager, MemoryTier, OffloadingEvent, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.assembly.assemble import OffloadSettings, open_manager
@@ -51,7 +51,7 @@ def drive(manager, num_requests, seed):
 
 def held(publisher, medium="CPU"):
     assert publisher.flush(60)
-    return {block_hash + group.to_bytes(4, "big") for block_hash, group in publisher.snapshot()[1].get(medium, ())}
+    return {block_hash + group.to_bytes(4, "big") for block_hash, group in media_of(publisher).get(medium, ())}
 
 
 def ready(manager):
@@ -68,9 +68,6 @@ def test_what_is_published_is_what_the_manager_holds(manager, publisher):
         assert list(manager.take_events()) == []
     assert len(manager.events) == manager.events.num_dropped == 0
     assert publisher.stats()["dropped_events"] == 0
-    with subscribed(publisher) as subscriber:
-        subscriber.resync()
-        assert subscriber.view.media() == publisher.snapshot()[1]
 
 
 @pytest.mark.slow
@@ -105,7 +102,7 @@ def test_tiers_of_a_manager_are_followed(publisher, write_policy):
     assert held(publisher, "STORAGE") == view["MEMORY"] != set()
     followed.reset_cache()
     assert publisher.flush(60)
-    assert publisher.snapshot()[1] == {}
+    assert media_of(publisher) == {}
     followed.shutdown()
     read.shutdown()
 
@@ -123,7 +120,7 @@ def test_reset_of_a_busy_and_of_an_idle_manager_is_published(manager, followed):
 def test_followed_log_beyond_its_bound_clears_the_view(manager, followed):
     store(manager, KEYS[:4])
     assert held(followed) == set(KEYS[:4])
-    with followed._view_lock:  # the publishing thread sends at most one batch more
+    with stalled(followed):  # the publishing thread sends at most one batch more
         manager.events.max_keys = 3
         for number in range(10, 30):
             store(manager, KEYS[number : number + 1])
@@ -149,6 +146,18 @@ def test_wrong_use_is_refused_and_changes_nothing(manager, publisher):
         other.publish([OffloadingEvent([KEYS[9]], 16, "CPU", False)])
         assert held(publisher) == set(KEYS[:3])
         assert held(other) == {KEYS[9]}
+
+
+def test_follow_after_failed_watch_works(manager, publisher):
+    manager.prepare_store = manager.prepare_store  # an instance that replaces the method cannot be watched
+    with pytest.raises(ValueError, match="prepare_store cannot be wrapped"):
+        publisher.follow(manager)
+    store(manager, KEYS[:2])
+    assert [event.keys for event in manager.take_events()] == [KEYS[:2]]
+    del manager.prepare_store
+    publisher.follow(manager)
+    store(manager, KEYS[2:4])
+    assert held(publisher) == set(KEYS[2:4])
 
 
 @pytest.mark.parametrize("ends", ["closed", "dropped"])
@@ -188,7 +197,6 @@ def test_threads_that_share_a_followed_manager(manager, followed):
     while any(thread.is_alive() for thread in threads):
         list(manager.take_events())
         followed.flush(0.01)
-        followed.snapshot()
     assert errors == []
     manager.reset_cache()
     drive(manager, 50, 9)

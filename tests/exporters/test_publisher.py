@@ -6,13 +6,13 @@ import gc
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -25,10 +25,12 @@ from kv_harness import (
     encode,
     joined,
     key,
+    media_of,
     numbers_held,
     open_publisher,
     publish_one_by_one,
     settle,
+    stalled,
     stored,
     until,
 )
@@ -36,19 +38,17 @@ from kv_harness import (
 from kvcache import CPUOffloadingManager, OffloadingEvent
 from kvcache.core.event_log import EventLog
 from kvcache.exporters.kv_events import (
-    DIGEST_REQUEST,
-    END_OF_REPLAY,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     BlockView,
-    Digest,
     EventBatch,
     KVEventPublisher,
 )
-from kvcache.exporters.kv_events import publisher as publisher_module
+from kvcache.exporters.kv_events import replies as replies_module
 
 MAX_BATCH_KEYS = 1024
+TOPIC = f"kv@{socket.gethostname()}@".encode()
 
 
 def test_batches_have_the_wire_format_of_vllm():
@@ -57,7 +57,7 @@ def test_batches_have_the_wire_format_of_vllm():
         publisher.publish([OffloadingEvent([key(7, 3)], 16, "disk", True)])
         assert publisher.flush(30)
         [_, topic, seq, payload], *_ = ask(publisher)
-    assert (topic, seq) == (b"kv-events", bytes(8))
+    assert (topic, seq) == (TOPIC, bytes(8))
     ts, events, rank = msgspec.msgpack.decode(payload)
     assert abs(ts - time.time()) < 60
     assert rank == 0
@@ -140,7 +140,7 @@ events = st.builds(
 @example([OffloadingEvent([os.urandom(32) for _ in range(3000)], 16, "CPU", False)], 0)
 def test_messages_are_byte_for_byte_what_msgspec_makes_of_the_structs(published, rank):
     plain = BlockView()
-    with open_publisher(block_size=8, data_parallel_rank=rank, digest_every=0) as publisher:
+    with open_publisher(block_size=8, data_parallel_rank=rank) as publisher:
         for event in published:
             if event is None:
                 publisher.publish_cleared()
@@ -148,9 +148,8 @@ def test_messages_are_byte_for_byte_what_msgspec_makes_of_the_structs(published,
                 publisher.publish([event])
         assert publisher.flush(30)
         replies = ask(publisher)
-        snapshot = publisher.snapshot()
     assert [reply[1:3] for reply in replies[:-1]] == [
-        [b"kv-events", seq.to_bytes(8, "big")] for seq in range(len(replies) - 1)
+        [TOPIC, seq.to_bytes(8, "big")] for seq in range(len(replies) - 1)
     ]
     sent = []
     for reply in replies[:-1]:
@@ -164,64 +163,7 @@ def test_messages_are_byte_for_byte_what_msgspec_makes_of_the_structs(published,
     assert all(len(event.block_hashes) <= MAX_BATCH_KEYS for event in sent if not isinstance(event, AllBlocksCleared))
     whole = BlockView()
     whole.apply(EventBatch(0.0, plain_events(published, 8)))
-    assert snapshot == (len(replies) - 1, whole.media())
     assert plain.media() == whole.media()
-
-
-def frames_of(publisher):
-    """Return a list to which the publisher appends the frames of each message, instead of sending them."""
-    frames = []
-    publisher._pub = SimpleNamespace(send_multipart=frames.append)
-    return frames
-
-
-def test_digests_are_byte_for_byte_what_msgspec_makes_of_the_struct():
-    view = BlockView()
-    with open_publisher(digest_every=1) as publisher:
-        sent = frames_of(publisher)
-        for number in range(30):
-            medium = ("CPU", "disk")[number % 2]
-            publisher.publish([OffloadingEvent([b"%d" % number + bytes(4)], 16, medium, False)])
-            view.add("CPU" if medium == "CPU" else "STORAGE", [(b"%d" % number, 0)])
-            assert publisher.flush(30)
-            topic, seq_bytes, payload = sent[-1]
-            assert (len(sent), topic) == (2 * number + 2, b"digest.kv-events")
-            assert seq_bytes == number.to_bytes(8, "big")
-            assert payload == encode(Digest(number, view.digests(), publisher._epoch))
-
-
-def test_snapshot_carries_every_block_and_its_digest(publisher):
-    held = {(b"%d" % number, number % 3) for number in range(10_000)}
-    made = [block_hash + group_idx.to_bytes(4, "big") for block_hash, group_idx in held]
-    publisher.publish([OffloadingEvent(made, 16, "CPU", False), OffloadingEvent(made[:5], 16, "disk", False)])
-    assert publisher.flush(30)
-    *parts, end = ask(publisher, b"snapshot")
-    seq = publisher.stats()["sent_batches"]
-    view = BlockView()
-    for part in parts:
-        assert part[:3] == [b"", b"kv-events", seq.to_bytes(8, "big")]
-        view.apply(msgspec.msgpack.decode(part[-1], type=EventBatch))
-    assert view.media() == {"CPU": held, "STORAGE": {split(key) for key in made[:5]}}
-    digest = msgspec.msgpack.decode(end[-1], type=Digest)
-    assert 0 <= digest.epoch < 1 << 53
-    assert end == [b"", b"", END_OF_REPLAY, encode(Digest(seq, view.digests(), digest.epoch))]
-    # The answer to a request for a digest is the end of a snapshot.
-    assert ask(publisher, DIGEST_REQUEST) == [end]
-    # The protocol for vLLM's clients is unchanged.
-    assert ask(publisher, bytes(8))[-1] == [b"", b"", END_OF_REPLAY, b""]
-
-
-def test_digest_of_the_first_batch_has_the_publishers_own_epoch():
-    epochs = set()
-    for _ in range(3):
-        with open_publisher(digest_every=1000) as publisher:
-            sent = frames_of(publisher)
-            publish_one_by_one(publisher, 1, 2)
-        _, (topic, seq, payload), _ = sent
-        digest = msgspec.msgpack.decode(payload, type=Digest)
-        assert (topic, seq, digest.seq) == (b"digest.kv-events", bytes(8), 0)
-        epochs.add(digest.epoch)
-    assert len(epochs - {None}) == 3
 
 
 class Rude:
@@ -244,7 +186,7 @@ def test_a_key_that_is_no_bytes_is_named_and_its_event_is_not_queued(wrong, queu
                 publisher.publish([OffloadingEvent(keys, 16, "CPU", False)])
         publisher.publish([OffloadingEvent([b"good"], 16, "CPU", False)])
         assert publisher.flush(30)
-        assert publisher.snapshot()[1] == {"CPU": {(b"good", 0)}}
+        assert media_of(publisher) == {"CPU": {(b"good", 0)}}
 
 
 def test_publish_taken_event_with_a_key_not_bytes_leaves_that_key_out(publisher):
@@ -253,7 +195,7 @@ def test_publish_taken_event_with_a_key_not_bytes_leaves_that_key_out(publisher)
     log.add([b"second", "text"], "CPU", False)
     publisher.publish(log.take())
     assert publisher.flush(30)
-    assert publisher.snapshot()[1] == {"CPU": {split(b"first"), split(b"second")}}
+    assert media_of(publisher) == {"CPU": {split(b"first"), split(b"second")}}
 
 
 def test_publish_taken_events_behind_a_gap_clears_the_view(publisher):
@@ -264,7 +206,7 @@ def test_publish_taken_events_behind_a_gap_clears_the_view(publisher):
     log.add([b"new"], "CPU", False)
     publisher.publish(log.take())
     assert publisher.flush(30)
-    assert publisher.snapshot()[1] == {"CPU": {(b"new", 0)}}
+    assert media_of(publisher) == {"CPU": {(b"new", 0)}}
 
 
 def test_publish_taken_events_that_end_with_a_reset_clears_the_view(publisher):
@@ -275,7 +217,7 @@ def test_publish_taken_events_that_end_with_a_reset_clears_the_view(publisher):
     log.clear()
     publisher.publish(log.take())
     assert publisher.flush(30)
-    assert publisher.snapshot()[1] == {}
+    assert media_of(publisher) == {}
 
 
 def test_publish_a_reset_behind_events_without_numbers_clears_the_view(publisher):
@@ -284,23 +226,23 @@ def test_publish_a_reset_behind_events_without_numbers_clears_the_view(publisher
     log.clear()
     publisher.publish(log.take())
     assert publisher.flush(30)
-    assert publisher.snapshot()[1] == {}
+    assert media_of(publisher) == {}
 
 
 def test_publish_nothing_to_a_full_queue_drops_and_clears_nothing():
     with open_publisher(queue_events=1) as publisher:
-        with publisher._view_lock:  # the thread waits for it, and the queue stays full
+        with stalled(publisher):
             publisher.publish([stored(1), stored(2)])
             publisher.publish([])
         assert publisher.flush(30)
-        assert publisher.snapshot()[1] == {"CPU": {split(event.keys[0]) for event in (stored(1), stored(2))}}
+        assert media_of(publisher) == {"CPU": {split(event.keys[0]) for event in (stored(1), stored(2))}}
 
 
 def test_an_error_message_that_publishes_breaks_no_event(publisher):
     with pytest.raises(ValueError, match="got rude"):
         publisher.publish([OffloadingEvent([b"half of an event", Rude(publisher)], 16, "CPU", False)])
     assert publisher.flush(30)
-    assert publisher.snapshot()[1] == {"CPU": {split(b"from inside")}}
+    assert media_of(publisher) == {"CPU": {split(b"from inside")}}
 
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 64, "16", 1.5])
@@ -323,8 +265,8 @@ def test_events_that_were_published_hold_no_key(publisher):
 
 
 def test_threads_publish_clear_flush_and_look_at_once():
-    """One thread publishes; others clear, flush, take snapshots and request replays at the same time."""
-    with open_publisher(queue_events=50, buffer_batches=20, digest_every=3) as publisher:
+    """One thread publishes; others clear, flush and request replays at the same time."""
+    with open_publisher(queue_events=50, buffer_batches=20) as publisher:
         stop, errors = threading.Event(), []
 
         def loop(call):
@@ -338,10 +280,8 @@ def test_threads_publish_clear_flush_and_look_at_once():
         calls = (
             publisher.publish_cleared,
             lambda: publisher.flush(0.01),
-            publisher.snapshot,
             publisher.stats,
             lambda: ask(publisher),
-            lambda: ask(publisher, b"snapshot"),
         )
         threads = [threading.Thread(target=loop, args=(call,)) for call in calls]
         for thread in threads:
@@ -359,7 +299,7 @@ def test_threads_publish_clear_flush_and_look_at_once():
         publisher.publish_cleared()
         publisher.publish([OffloadingEvent([b"the last"], 16, "disk", False)])
         assert publisher.flush(30)
-        assert publisher.snapshot()[1] == {"STORAGE": {split(b"the last")}}
+        assert media_of(publisher) == {"STORAGE": {split(b"the last")}}
 
 
 def test_a_publisher_that_is_dropped_ends_its_thread():
@@ -388,7 +328,7 @@ def test_an_interpreter_that_ends_with_an_open_publisher_ends_well():
 
 
 def test_publish_beyond_the_queue_drops_events_and_clears_the_view():
-    with open_publisher(queue_events=1, digest_every=1) as publisher, joined(publisher) as subscriber:
+    with open_publisher(queue_events=1) as publisher, joined(publisher) as subscriber:
         last: set[int] = set()
         for number in range(2000):
             num_dropped = publisher.stats()["dropped_events"]
@@ -431,14 +371,14 @@ def test_garbage_requests_are_counted_and_others_still_answered(publisher):
             socket.connect(publisher.replay_endpoint)
             socket.send((0).to_bytes(8, "big"))
             assert socket.poll(30_000)
-            assert socket.recv_multipart()[:2] == [b"kv-events", bytes(8)]
+            assert socket.recv_multipart()[:2] == [TOPIC, bytes(8)]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"buffer_batches": 0}, "buffer_batches must be an int in 1.*, got 0"),
-        ({"digest_every": -1}, "digest_every must be an int in 0.*, got -1"),
+        ({"model": 7}, "model must be a str, got 7"),
         ({"queue_events": "many"}, "queue_events must be an int in 1.*, got 'many'"),
         ({"buffer_batches": 10**30}, "buffer_batches must be an int in .*, got 10000"),
         ({"endpoint": 5557}, "endpoint must be a str, got 5557"),
@@ -523,7 +463,7 @@ def test_request_or_subscription_that_is_too_long_closes_the_connection(publishe
 
 @pytest.mark.slow
 def test_replay_buffer_is_bounded_in_bytes(publisher, monkeypatch):
-    monkeypatch.setattr(publisher_module, "_MAX_KEPT_BYTES", 43 << 16)
+    monkeypatch.setattr(replies_module, "_MAX_KEPT_BYTES", 43 << 16)
     for number in range(40):
         keys = [bytes([number]) * (1 << 16) for _ in range(4)]
         publisher.publish([OffloadingEvent(keys, 16, "CPU", number % 2 == 1)])
@@ -540,7 +480,7 @@ def test_events_published_after_close_are_dropped(publisher):
     publisher.publish_cleared()
     assert publisher.stats()["queued_events"] == 0
     assert publisher.stats()["dropped_events"] == 1000
-    assert publisher.snapshot()[1] == {"CPU": {((1).to_bytes(8, "big"), 0)}}
+    assert publisher.stats()["sent_batches"] == 1
     assert not publisher.flush(0)
 
 
@@ -550,9 +490,8 @@ def test_forked_child_neither_hangs_nor_keeps_events(publisher):
     publisher.publish([stored(*range(100_000))])
 
     def look() -> None:
-        # The lock is held most of the time.
         while not ends.is_set():
-            publisher.snapshot()
+            publisher.stats()
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -564,13 +503,12 @@ def test_forked_child_neither_hangs_nor_keeps_events(publisher):
                 signal.alarm(30)
                 num_queued = publisher.stats()["queued_events"]
                 try:
-                    publisher.snapshot()
-                except RuntimeError:
                     publisher.publish([stored(1)])
                     publisher.publish_cleared()
                     publisher.close()
                     status = publisher.stats()["queued_events"] - num_queued
-                os._exit(status)
+                finally:
+                    os._exit(status)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         ends.set()

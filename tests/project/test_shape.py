@@ -19,8 +19,6 @@ VAGUE = {"one", "found", "given", "fresh", "wanted", "own", "left"}
 LARGE_CLASSES: dict[str, int] = {
     "control/generic_cache.py:GenericBlockCache": 21,
     "control/pool.py:BlockPool": 23,
-    "exporters/kv_events/publisher.py:KVEventPublisher": 30,
-    "exporters/kv_events/subscriber.py:KVEventSubscriber": 18,
     "integrations/vllm/tier.py:KVCacheTier": 19,
     "testing/reference_manager.py:ReferenceManager": 23,
     "tiering/controller.py:TierController": 21,

@@ -1,4 +1,4 @@
-"""Millions of events with dropped messages: after replays, both views and their digests are equal."""
+"""Millions of events with dropped messages: after replays, the view is equal to what was published."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS_PER_EVENT = 32
 
 def test_views_agree_after_one_message_in_a_hundred_was_lost():
     rng = random.Random(5)
-    with KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", digest_every=64) as publisher:
+    with KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0") as publisher:
         subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint or "", timeout_s=60)
         # A subscriber misses messages that are published before its subscription arrives.
         while not subscriber.poll(0.02):
@@ -47,15 +47,13 @@ def test_views_agree_after_one_message_in_a_hundred_was_lost():
             pass
         subscriber.receive = receive  # type: ignore[method-assign]
         end_s = time.monotonic() + 60
-        expected = publisher.snapshot()[1]
         # Publish one more message, so that the subscriber detects a loss at the end.
         publisher.publish([OffloadingEvent([b"the end!" + bytes(4)], 16, "CPU", False)])
         while b"the end!" not in {block for block, _ in subscriber.view.media().get("CPU", ())}:
             assert time.monotonic() < end_s
             subscriber.poll(0.1)
-        subscriber.view.discard("CPU", [(b"the end!", 0)])
-        assert subscriber.view.media() == expected
-        assert {block + bytes(4) for block, _ in expected["CPU"]} - {b"starting" + bytes(4)} == held
+        extra = {b"starting" + bytes(4), b"the end!" + bytes(4)}
+        assert {block + bytes(4) for block, _ in subscriber.view.media()["CPU"]} - extra == held
         assert num_dropped > 0
         assert subscriber.num_replays > 0
         subscriber.close()

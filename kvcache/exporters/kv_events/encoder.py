@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvcache.events import OffloadingEvent
-from kvcache.exporters.kv_events.view import BlockView, as_ints
+from kvcache.exporters.kv_events.view import as_ints
 from kvcache.exporters.kv_events.wire import BlockHash, BlockRemoved, BlockStored
 from kvcache.request import Prompt
 
@@ -25,6 +25,7 @@ EVENT_COST = 8
 """Cost of an event without keys, in keys."""
 MAX_BATCH_KEYS = 1024
 _MAX_PIECE_BYTES = 1 << 22
+_MEDIUM_BITS = {"CPU": 1, "STORAGE": 2}
 
 
 class _PromptBlock(NamedTuple):
@@ -38,17 +39,16 @@ class _PromptBlock(NamedTuple):
 class EventEncoder:
     """Makes wire events, with the options of `KVEventPublisher`; for one thread.
 
-    `view` holds the blocks that were sent. Descriptions of other blocks are kept up to `MAX_IDLE`.
+    Descriptions of blocks that a medium holds are kept, and of `MAX_IDLE` others.
     """
 
-    def __init__(
-        self, block_size: int, hash_format: str, spec_kinds: Sequence[tuple[str, int | None]], view: BlockView
-    ) -> None:
+    def __init__(self, block_size: int, hash_format: str, spec_kinds: Sequence[tuple[str, int | None]]) -> None:
         self.block_size = block_size
         self._has_ints = hash_format == "int"
         self._spec_kinds = spec_kinds
-        self._view = view
         self._blocks: OrderedDict[bytes, _PromptBlock] = OrderedDict()
+        # Of described blocks that were announced: which media hold them, as bits.
+        self._media: dict[bytes, int] = {}
         self._has_warned = False
 
     def describe(self, keys: list[bytes], prompt: Prompt) -> None:
@@ -60,11 +60,14 @@ class EventEncoder:
             if not self._has_warned:
                 _LOG.warning("publishing blocks without tokens: %s", error)
             self._has_warned = True
-        while len(self._blocks) > MAX_IDLE + len(self._view):
+        while len(self._blocks) > MAX_IDLE + len(self._media):
             key, block = self._blocks.popitem(last=False)
-            group_idx = int.from_bytes(key[-4:], "big")
-            if any(self._view.holds(medium, key[:-4], group_idx) for medium in ("CPU", "STORAGE")):
+            if key in self._media:
                 self._blocks[key] = block
+
+    def clear(self) -> None:
+        """Note that no medium holds a block any longer."""
+        self._media.clear()
 
     def _describe(self, key: bytes, prompt: Prompt) -> None:
         i = prompt.index_of(key)
@@ -86,6 +89,7 @@ class EventEncoder:
     def events(self, event: OffloadingEvent) -> Iterator[tuple[BlockStored | BlockRemoved, int]]:
         """Yield a manager's event in pieces of at most `MAX_BATCH_KEYS` keys, each with its cost in keys."""
         medium = "CPU" if event.medium == "CPU" else "STORAGE"
+        self._note(event, _MEDIUM_BITS[medium])
         for group_idx, hashes in sorted(_by_group(event.keys).items()):
             for run, blocks in [(hashes, [])] if event.removed else self._runs(hashes, group_idx):
                 # A token takes about as many bytes as a hash.
@@ -98,9 +102,20 @@ class EventEncoder:
                         yield BlockRemoved(self._wire_hashes(piece), medium, group_idx, locality="LOCAL"), cost
                     else:
                         size = event.block_size or self.block_size
-                        yield self.stored(piece, medium, group_idx, size, blocks[start : start + step]), cost
+                        yield self._stored(piece, medium, group_idx, size, blocks[start : start + step]), cost
 
-    def stored(
+    def _note(self, event: OffloadingEvent, bit: int) -> None:
+        """Note which described blocks the event moves into or out of a medium."""
+        for key in event.keys if self._blocks else ():
+            if not isinstance(key, bytes) or key not in self._blocks:
+                continue
+            media = self._media.get(key, 0)
+            if remaining := media & ~bit if event.removed else media | bit:
+                self._media[key] = remaining
+            else:
+                self._media.pop(key, None)
+
+    def _stored(
         self, hashes: list[bytes], medium: str, group_idx: int, block_size: int, blocks: Sequence[_PromptBlock] = ()
     ) -> BlockStored:
         """Return the event of blocks of one group; `blocks` are their descriptions, or empty."""

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import errno
 import re
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.control.telemetry import Exporter
-from kvcache.exporters.kv_events.publisher import ENCODINGS, HASH_FORMATS, KVEventPublisher, parse_spec_kind
+from kvcache.exporters.kv_events.publisher import (
+    DEFAULT_TOPIC,
+    ENCODINGS,
+    HASH_FORMATS,
+    KVEventPublisher,
+    parse_spec_kind,
+)
 from kvcache.metrics import Part, counter, gauge
-from kvcache.options import Options, choice_of, count_from, option, parse_count, parse_text
+from kvcache.options import Options, choice_of, option, parse_count, parse_text
 
 if TYPE_CHECKING:
     from kvcache.control.telemetry import Telemetry
 
 
 def _parse_spec_kinds(name: str, value: object) -> tuple[str, ...]:
-    found = tuple(value) if isinstance(value, list | tuple) else (value,)
-    [*map(parse_spec_kind, found)]
-    return found
+    kinds = tuple(value) if isinstance(value, list | tuple) else (value,)
+    [*map(parse_spec_kind, kinds)]
+    return kinds
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,8 @@ class KVEventOptions(Options):
     where: ClassVar[str] = "exporter 'kv_events'"
 
     endpoint: str = option(parse_text, "tcp://127.0.0.1:5557", when="routers subscribe to another address or port")
-    replay_endpoint: str | None = option(parse_text, None, when="routers are to ask for snapshots and missed messages")
-    topic: str = option(parse_text, "kv@{host}@{model}", when="routers subscribe to another topic")
+    replay_endpoint: str | None = option(parse_text, None, when="routers are to ask for missed messages")
+    topic: str = option(parse_text, DEFAULT_TOPIC, when="routers subscribe to another topic")
     model: str = option(parse_text, "", when="routers, such as llm-d, read the model's name from the topic")
     spec_kinds: tuple[str, ...] = option(
         _parse_spec_kinds, ("full_attention",), when="the model has several KV-cache groups, or no full attention"
@@ -40,10 +45,7 @@ class KVEventOptions(Options):
     hash_format: str = option(choice_of(*HASH_FORMATS), "int", when="routers read whole hashes")
     encoding: str = option(choice_of(*ENCODINGS), "map", when="routers read the events of vLLM before 0.24 only")
     buffer_batches: int = option(
-        parse_count, 10_000, when="routers are away for longer, and must not need a snapshot", advanced=True
-    )
-    digest_every: int = option(
-        count_from(0), 64, when="a router must notice sooner that its view is wrong; 0: no digests", advanced=True
+        parse_count, 10_000, when="routers are away for longer, or must start later", advanced=True
     )
 
 
@@ -53,7 +55,7 @@ class PublisherStats:
 
     sent_batches: int = counter("batches", "Batches of KV events that were sent.")
     dropped_events: int = counter("events", "KV events that were dropped because the queue was full.")
-    rejected_requests: int = counter("requests", "Requests for replays or snapshots that were refused.")
+    rejected_requests: int = counter("requests", "Requests for replays that were refused.")
     queued_events: int = gauge("events", "KV events that wait for the publishing thread.")
 
 
@@ -67,7 +69,7 @@ class KVEventExporter(Exporter):
     telemetry : Telemetry
         Of a manager that keeps events. Its label ``rank`` is added to the endpoints' TCP ports, as vLLM does.
     options : mapping
-        The fields of `KVEventOptions`; ``{host}``, ``{model}`` and ``{rank}`` in ``topic`` are replaced.
+        The fields of `KVEventOptions`.
 
     Raises
     ------
@@ -86,9 +88,6 @@ class KVEventExporter(Exporter):
         for name in ("endpoint", "replay_endpoint"):
             if options.get(name) is not None:
                 options[name] = _of_rank(options[name], rank)
-        names = {"host": socket.gethostname(), "model": options.pop("model", ""), "rank": str(rank)}
-        if "topic" in options:
-            options["topic"] = re.sub(r"[{](host|model|rank)[}]", lambda found: names[found[1]], options["topic"])
         try:
             self.publisher = KVEventPublisher(data_parallel_rank=rank, **options)
         except ValueError as error:
@@ -104,7 +103,7 @@ class KVEventExporter(Exporter):
     @classmethod
     def unavailable_reason(cls, options: KVEventOptions) -> str:
         try:
-            KVEventPublisher(**options.arguments("model")).close()
+            KVEventPublisher(**options.arguments()).close()
         except ValueError as error:
             return str(error)
         return ""
@@ -123,5 +122,5 @@ class KVEventExporter(Exporter):
 
 def _of_rank(endpoint: str, rank: int) -> str:
     """Return the endpoint of a data-parallel rank: `rank` is added to its TCP port, unless that is 0."""
-    found = re.fullmatch(r"(tcp://.*:)([1-9][0-9]*)", endpoint)
-    return endpoint if found is None else f"{found[1]}{int(found[2]) + rank}"
+    match = re.fullmatch(r"(tcp://.*:)([1-9][0-9]*)", endpoint)
+    return endpoint if match is None else f"{match[1]}{int(match[2]) + rank}"

@@ -6,20 +6,56 @@ A client that does not read its replies must hold neither the memory nor the thr
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import zmq
+
+from kvcache.exporters.kv_events.wire import END_OF_REPLAY
 
 _MAX_OWED = 64  # replies that are sent at the same time
 _MAX_REQUESTS = 256  # answered between two looks
 _MAX_MESSAGES = 256  # to one client between two looks
 _MAX_QUEUED = 64  # messages in the memory of each client's connection
 _STANDSTILL_S = 10.0
+_MAX_KEPT_BYTES = 1 << 28
 MAX_FRAME_BYTES = 1 << 16
 """Of a request or a subscription."""
 
 Messages = Iterator[tuple[bytes, bytes, bytes]]
 """Topic, number and payload of each message of a reply."""
+
+
+class ReplayBuffer:
+    """The last batches that were sent: at most `max_batches`, and 256 MiB. `num_batches` counts all."""
+
+    def __init__(self, topic: bytes, max_batches: int) -> None:
+        self.num_batches = 0
+        self._topic, self._max_batches = topic, max_batches
+        self._payloads: deque[bytes] = deque()
+        self._num_bytes = 0
+
+    def add(self, payload: bytes) -> tuple[bytes, bytes, bytes]:
+        """Keep a batch, and return its message."""
+        message = self._topic, self.num_batches.to_bytes(8, "big"), payload
+        self.num_batches += 1
+        self._payloads.append(payload)
+        self._num_bytes += len(payload)
+        # The last batch is kept, however large it is.
+        while len(self._payloads) > (self._max_batches if self._num_bytes <= _MAX_KEPT_BYTES else 1):
+            self._num_bytes -= len(self._payloads.popleft())
+        return message
+
+    def messages(self, request: bytes) -> Messages:
+        """Yield the messages of a reply: every kept batch from the requested number on, and the end."""
+        seq = int.from_bytes(request, "big")
+        while seq < self.num_batches:
+            # The client sees by the number that older batches are no longer kept.
+            first = self.num_batches - len(self._payloads)
+            seq = max(seq, first)
+            yield self._topic, seq.to_bytes(8, "big"), self._payloads[seq - first]
+            seq += 1
+        yield b"", END_OF_REPLAY, b""
 
 
 class Replies:

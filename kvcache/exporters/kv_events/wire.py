@@ -1,4 +1,4 @@
-"""Messages: vLLM's events and batches as structs, our digests, and the two special requests.
+"""Messages: vLLM's events and batches as structs.
 
 The fields are vLLM's, so that its own decoders read them; fields that a cache does not know keep their default.
 """
@@ -9,10 +9,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-DIGEST_PREFIX = b"digest."
-SNAPSHOT_REQUEST = b"snapshot"
-DIGEST_REQUEST = b"digest\0\0"
-"""Eight bytes, as a sequence number: a publisher that does not know the request reads a number beyond all batches."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 MAX_SEQ = (1 << 63) - 2
 """Batches have no greater numbers."""
@@ -80,20 +76,8 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-class Digest(msgspec.Struct):
-    """The content of a view after batch `seq`: `digests` maps each medium to the number of blocks and their sum.
-
-    `epoch` has 53 bits and is drawn at the publisher's start: another one means another publisher, whose numbers have
-    begun anew.
-    """
-
-    seq: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQ)]
-    digests: dict[str, tuple[int, int]]
-    epoch: int
-
-
 to_bytes = msgspec.msgpack.Encoder().encode
-"""Returns the payload of a batch or a digest."""
+"""Returns the payload of a batch."""
 
 
 def array_event(event: KVEvent) -> Any:
