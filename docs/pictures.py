@@ -31,8 +31,8 @@ from kvcache.cli.top import view
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.dashboard import dashboard
 from kvcache.exporters.status import StatusServer
-from kvcache.lab.report.style import COLOURS, INK, caption, new_figure, plain_axes, save
-from kvcache.lab.simulate.run import Replay
+from kvcache.lab.report.style import INK, MEDIA_COLOURS, POLICY_COLOURS, caption, new_figure, plain_axes, save
+from kvcache.lab.simulate.run import Replay, ReplayClock
 from kvcache.lab.simulate.tiered import PatientManager
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.keys import KeyMaker
@@ -45,11 +45,12 @@ MAX_BYTES = 60_000
 CHATS, AGENTS = "mooncake_conversation.jsonl", "agentic_coding.jsonl.gz"
 STACKS = ["--model", "llama-3.1-8b", "--policy", "gittins", "--memory", "256GiB", "--tier", "4TiB@6GB/s"]
 WINDOW = 5  # frames that a rate spans
+HOUR_S, FRAME_S = 3600, 60
 PANELS = {
     "Hit rate by medium": PercentFormatter(1, 0),
     "Tokens spared": EngFormatter(),
     "Host blocks": EngFormatter(),
-    "Age at eviction": EngFormatter("s"),
+    "Tier bytes": EngFormatter("B"),
     "Stored, loaded and evicted": EngFormatter("B/s"),
     "Tier bandwidth": EngFormatter("B/s"),
 }
@@ -124,10 +125,14 @@ def draw_bars(axes: mpl.axes.Axes, names: list[str], shown: list[dict[str, float
     """Draw the median of each stack, labelled with its 99th percentile too."""
     plain_axes(axes)
     values = [one["ttft_p50_s"] for one in shown]
-    axes.bar(names, values, width=0.5, color=[INK, *COLOURS[:2]])
+    axes.bar(names, values, width=0.5, color=[INK, *MEDIA_COLOURS[:2]])
     for i, one in enumerate(shown):
         text = f"{one['ttft_p50_s']:.2f} s\n(99 %: {one['ttft_p99_s']:.1f} s)"
-        axes.annotate(text, (i, values[i]), (0, 3), textcoords="offset points", ha="center", fontsize=9)
+        # White behind the numbers, so that no line of the grid crosses them.
+        blank = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.annotate(
+            text, (i, values[i]), (0, 4), textcoords="offset points", ha="center", va="bottom", fontsize=9, bbox=blank
+        )
     axes.tick_params(labelsize=9)
     axes.set_ylim(0, max(values) * 1.3)
 
@@ -148,7 +153,7 @@ def draw_bookkeeping() -> None:
     left, right = figure.subplots(1, 2)
     for axes in (left, right):
         plain_axes(axes)
-    left.bar(["vLLM 0.32's manager", "kvcache, lru"], [theirs, ours], color=[INK, COLOURS[0]], width=0.5)
+    left.bar(["vLLM 0.32's manager", "kvcache, lru"], [theirs, ours], color=[INK, POLICY_COLOURS["lru"]], width=0.5)
     left.set_ylim(0, theirs * 1.2)
     left.yaxis.set_major_formatter("{x:,.0f}")
     for i, value in enumerate((theirs, ours)):
@@ -156,7 +161,9 @@ def draw_bookkeeping() -> None:
     left.set_title("Bookkeeping of a key, through vLLM's interface", loc="left", fontsize=10)
     chats, agents = (row_of("performance.md", f"`gittins` over `lru` on {one}") for one in ("chats", "agents"))
     names = ["3,000", "10,000", "30,000", "500", "2,000", "8,000"]
-    right.bar(range(6), chats + agents, color=[COLOURS[0]] * 3 + [COLOURS[1]] * 3, width=0.6)
+    bars = right.bar(range(6), chats + agents, color=POLICY_COLOURS["gittins"], width=0.6)
+    for bar in bars[3:]:  # paler, so that the two traces differ
+        bar.set_facecolor("#EA9F66")
     right.axhline(1.0, color=INK, linewidth=1)
     for i, value in enumerate(chats + agents):
         right.annotate(f"{value:g}", (i, value), (0, 3), textcoords="offset points", ha="center")
@@ -179,7 +186,7 @@ def draw_copies() -> None:
         (right, disk, "Disk tier, blocks of 2 MiB, checksummed", " GB/s"),
     ):
         plain_axes(axes)
-        axes.bar(["store", "load"], values, color=COLOURS[:2], width=0.5)
+        axes.bar(["store", "load"], values, color=MEDIA_COLOURS[0], width=0.5)
         axes.set_ylim(0, max(*values, 1.0) * 1.25)
         for i, value in enumerate(values):
             axes.annotate(f"{value:g}{unit}", (i, value), (0, 3), textcoords="offset points", ha="center")
@@ -212,18 +219,22 @@ def draw_top() -> None:
 
 
 def draw_dashboard() -> None:
-    """Draw panels of the dashboard, of a manager with a tier that serves generated chats."""
-    host_blocks = np.zeros((1000, 64 << 10), np.uint8)
-    manager = PatientManager(16, 1000, [MemoryTier(4000, host_blocks)])
+    """Draw panels of the dashboard over an hour of generated chats, which a manager with a tier serves in seconds."""
+    host_blocks = np.zeros((2000, 64 << 10), np.uint8)
+    arrivals = ReplayClock()
+    manager = PatientManager(16, 2000, [MemoryTier(8000, host_blocks)], clock=arrivals)
     telemetry = Telemetry(manager, block_bytes=host_blocks.shape[1], time_calls=True)
-    replay, make_keys, snapshots = Replay(manager), KeyMaker(), []
-    for number, chat in zip(itertools.count(), ChatWorkload(num_requests=1200, seed=1)):
+    replay, make_keys, snapshots, taken_s = Replay(manager, arrivals=arrivals), KeyMaker(), [], []
+    for chat in ChatWorkload(num_requests=100_000, seed=1, chats_per_s=0.1):
+        if chat.arrival_s > HOUR_S:
+            break
         replay.step(chat, make_keys(chat.hash_ids))
-        if number % 30 == 0:
+        if chat.arrival_s >= len(snapshots) * FRAME_S:
             snapshots.append(telemetry.snapshot())
+            taken_s.append(chat.arrival_s)
     telemetry.close()
     manager.shutdown()
-    times = np.array([one.uptime_s for one in snapshots])
+    times = np.array(taken_s)
     frames = [{f"kvcache_{one.name}": one.value for one in snapshot.samples()} for snapshot in snapshots]
     figure = new_figure(11.0, 5.2)
     panels = {panel["title"]: panel for panel in dashboard()["panels"]}
@@ -233,13 +244,14 @@ def draw_dashboard() -> None:
         axes.tick_params(labelsize=8)
         for target in panels[title]["targets"]:
             label = re.sub(r",? ?\{\{(instance|tier).*", "", target["legendFormat"]).replace("{{medium}}", "tier")
-            axes.plot(times[WINDOW:], values_of(target["expr"], times, frames), linewidth=1, label=label)
+            axes.plot(times[WINDOW:] / 60, values_of(target["expr"], times, frames), linewidth=1, label=label)
         axes.locator_params(nbins=4)
         axes.yaxis.set_major_formatter(unit)
         axes.set_ylim(0)
         if len(axes.lines) > 1:
             axes.legend(fontsize=7, frameon=False)
-    caption(figure, "Panels of the dashboard", "An engine that serves generated chats as fast as it can; in seconds.")
+    footnote = "An hour of generated chats, by their arrival, in minutes. The tier is host memory."
+    caption(figure, "Panels of the dashboard", footnote)
     save(figure, str(STATIC / "dashboard.svg"))
 
 

@@ -287,4 +287,10 @@ def test_command_shows_hits_traffic_and_what_breaks_first(run, write_trace, tmp_
     text = " ".join(out.split())
     assert "4 engines, events: servers needed in the busiest minute:" in text
     assert "the store's queries break first" in text
-    assert picture.read_text().startswith("<?xml")
+    drawn = picture.read_text()
+    assert drawn.startswith("<?xml")
+    # No tick is a power of ten such as 9 x 10^1, and hollow marks are named where some are drawn.
+    assert "mathdefault" not in drawn
+    assert "hollow" in drawn
+    assert run("fleet", trace, "--engines", "2,4", "--blocks", 30, "--plot", picture)[0] == 0
+    assert "hollow" not in picture.read_text()

@@ -18,6 +18,7 @@ from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.compact import CompactTrace
 from kvcache.lab.traces.requests import Request
 from kvcache.lab.traces.trace import Trace
+from kvcache.registry import POLICIES
 
 MIN_HITS = {1000: 55019, 3000: 84953, 5000: 98448, 10000: 105710, 15000: 105710, 100000: 105710}
 
@@ -155,6 +156,14 @@ def chart():
         for blocks, hits in zip((1000, 5000, 100_000), line, strict=True)
     ]
     return plot.Chart("chats & more", cells, Cell("min", None, 5, 1000, 0, 0.0, 100, 55, 0.55), 65536, "5 requests")
+
+
+def test_colour_of_a_policy_is_the_same_in_every_plot():
+    style = pytest.importorskip("kvcache.lab.report.style")
+    assert style.style_of(0, "gittins") == style.style_of(3, "gittins") != style.style_of(3, "amq")
+    assert style.style_of(1, "gittins + disk 4 GiB")["color"] == style.style_of(0, "gittins")["color"]
+    colours = [style.style_of(i, name)["color"] for i in range(4) for name in (*POLICIES.names(), "mine:Policy")]
+    assert len(set(colours)) == len(POLICIES.names()) + 4
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".html", ".SVG"])

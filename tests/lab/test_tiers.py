@@ -197,7 +197,7 @@ def test_plot_of_a_plan_shows_time_price_and_writes(run, trace, tmp_path):
         "--jobs",
         1,
     )
-    headings = ("time to first token, p99", "drive writes a day", "price")
+    headings = ("TTFT p99", "drive writes a day", "price")
     for blocks in ("2", "2,3"):
         target = tmp_path / f"{blocks}.svg"
         assert run(*argv, "--blocks", blocks, "--tier", "nvme:1MiB@6GB/s", "--save", target)[0] == 0

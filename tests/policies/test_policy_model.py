@@ -23,7 +23,11 @@ class ReferenceContract(PolicyContract):
 
 
 for _name, _twin in REFERENCE_POLICIES.items():
-    _attributes = {"policy": _name, "stores_all": not _twin.declines}
+    _attributes = {
+        "policy": _name,
+        "stores_all": not _twin.declines,
+        "evicts_tails_first": getattr(_twin, "evicts_tails_first", True),
+    }
     globals()[f"Test{_name.upper()}"] = type(f"Test{_name.upper()}", (PolicyContract,), _attributes)
     _reference = type(f"Test{_twin.__name__}", (ReferenceContract,), {**_attributes, "policy": _twin})
     globals()[_reference.__name__] = _reference

@@ -12,10 +12,11 @@ _NAMES = {"round_robin": "round robin", "prefix": "prefix-affine", "events": "by
 
 def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, target: str) -> None:
     """Draw the share of blocks hit, and the keys queried and blocks moved a second."""
-    from matplotlib.ticker import NullLocator, PercentFormatter
+    from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
     figure = new_figure(11.0, 5.2)
     hits, traffic = figure.subplots(1, 2)
+    has_store = any(cell["store_capacity_blocks"] for cell in cells)
     ticks = thinned_ticks(sorted({cell["engines"] for cell in cells}))
     for axes in (hits, traffic):
         plain_axes(axes)
@@ -29,9 +30,10 @@ def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, targe
         style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         name = _NAMES.get(router, router)
         hits.plot(engines, [1 - cell["missed_share"] for cell in mine], label=name, **style)
-        hits.plot(engines, [cell["local_share"] for cell in mine], linestyle=":", fillstyle="none", **style)
+        if has_store:
+            hits.plot(engines, [cell["local_share"] for cell in mine], linestyle=":", fillstyle="none", **style)
         moved = [cell["read_blocks_per_s"]["peak"] + cell["written_blocks_per_s"]["peak"] for cell in mine]
-        if any(moved):
+        if has_store:
             traffic.plot(engines, moved, **style)
             traffic.plot(
                 engines, [cell["query_keys_per_s"]["peak"] for cell in mine], linestyle="--", fillstyle="none", **style
@@ -40,9 +42,13 @@ def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, targe
             traffic.plot(engines, [cell["events_per_s"]["peak"] for cell in mine], linestyle="-.", **style)
     hits.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     hits.set_ylim(0, 1)
-    hits.set_title("Blocks hit; hollow: in the engine's own memory", loc="left", fontsize=10)
+    own = "; hollow: in the engine's own memory" if has_store else ", in the engine's own memory"
+    hits.set_title(f"Blocks hit{own}", loc="left", fontsize=10)
     traffic.set_yscale("log")
-    has_store = any(cell["store_capacity_blocks"] for cell in cells)
+    # Plain numbers, also if the axis spans less than a power of ten.
+    traffic.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    traffic.yaxis.set_major_formatter("{x:,g}")
+    traffic.yaxis.set_minor_locator(NullLocator())
     what = "Blocks moved; hollow: keys queried" if has_store else "Blocks in events"
     traffic.set_title(f"{what}; a second, busiest minute", loc="left", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache.lab.report.style import COLOURS, INK, caption, new_figure, plain_axes, save, style_of, thinned_ticks
+from kvcache.lab.report.style import INK, MEDIA_COLOURS, caption, new_figure, plain_axes, save, style_of, thinned_ticks
 from kvcache.lab.simulate.cells import OPTIMUM
 from kvcache.lab.simulate.targets import WRITES, figure_of
 from kvcache.options import format_size
@@ -27,7 +27,7 @@ PLOT_SUFFIXES = (".png", ".svg", ".html")
 # Figures that a plan may have besides hits: their heading, and how a cell's is read.
 _PRICE = "price"
 _FIGURES = {
-    "ttft_p99": "time to first token, p99, s",
+    "ttft_p99": "TTFT p99, s",
     WRITES: "drive writes a day",
     _PRICE: "price",
 }
@@ -217,7 +217,7 @@ def _draw_bars(figure: Figure, axes: Any, chart: Chart) -> None:
             hits = served[i]["hit_blocks"] if served and i < len(served) else 0
             heights.append(hits / max(1, cell.blocks) if served else cell.block_hit_rate * (i == 0))
         if any(heights):
-            axes.bar(names, heights, bottom=below, width=0.6, color=COLOURS[i % len(COLOURS)], label=medium)
+            axes.bar(names, heights, bottom=below, width=0.6, color=MEDIA_COLOURS[i % len(MEDIA_COLOURS)], label=medium)
         below = [low + height for low, height in zip(below, heights, strict=True)]
     errors = [2 * (cell.block_hit_error or 0.0) for cell in cells]
     if any(errors):

@@ -23,14 +23,21 @@ POLICY_COLOURS = {
     "gittins": "#D55E00",
 }
 """The colour of each policy of kvcache, the same in every picture."""
+_OTHER_COLOURS = ("#009E73", "#8C564B", "#7F7F7F", "#A6761D")
 INK = "#333333"
+MEDIA_COLOURS = ("#009E73", "#8FD3BD", "#C9B458", "#A6761D")
+"""Host memory and the tiers below it; no policy has one of these."""
 PALE = "#DDDDDD"
 
 
 def style_of(index: int, label: str) -> dict[str, Any]:
     """Return colour and marker of line `index`; a label that begins with a policy has the policy's colour."""
-    colour = POLICY_COLOURS.get(label.partition(" ")[0], COLOURS[index % len(COLOURS)])
-    return {"color": colour, "marker": MARKERS[index % len(MARKERS)]}
+    policy = label.partition(" ")[0]
+    if policy not in POLICY_COLOURS:
+        return {"color": _OTHER_COLOURS[index % len(_OTHER_COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+    # Two lines of one policy, over different tiers, differ by their marker.
+    marker = list(POLICY_COLOURS).index(policy) if label == policy else index
+    return {"color": POLICY_COLOURS[policy], "marker": MARKERS[marker % len(MARKERS)]}
 
 
 def save(figure: Figure, target: str) -> None:
