@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -65,6 +66,28 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header() -> str:
     kind = "debug" if _is_debug_build() else "release"
     return f"kvcache: {kvcache.__version__}, {kind} build, {PACKAGE}"
+
+
+def not_tested() -> list[str]:
+    """Return what tests skip on this machine because something other than a Python package is missing."""
+    programs = {
+        "alert rules and the text of /metrics: no promtool (Debian's package prometheus)": ("promtool",),
+        "the valkey tier: no server (valkey-server or redis-server)": ("valkey-server", "redis-server"),
+    }
+    path = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
+    lacking = [what for what, names in programs.items() if not any(shutil.which(name, path=path) for name in names)]
+    if _shared_folder() is None:
+        lacking.append("hits on recorded traffic: no folder of traces (KVCACHE_SHARED)")
+    return lacking
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say at the end what was not tested: a skip among thousands of dots is easily missed."""
+    lacking = not_tested()
+    if lacking:
+        terminalreporter.section("not tested on this machine")
+        for line in lacking:
+            terminalreporter.line(line)
 
 
 def _missing_package(error: BaseException | None) -> str:
@@ -215,11 +238,16 @@ def write_trace(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+def _shared_folder() -> Path | None:
+    named = os.environ.get("KVCACHE_SHARED")
+    folders = [Path(named)] if named else [ROOT.parent / "shared", ROOT.parent.parent / "shared"]
+    return next((folder for folder in folders if (folder / "traces").is_dir()), None)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Folder of traces and papers: `$KVCACHE_SHARED`, or `shared` beside the checkout or one level above."""
-    named = os.environ.get("KVCACHE_SHARED")
-    for folder in [Path(named)] if named else [ROOT.parent / "shared", ROOT.parent.parent / "shared"]:
-        if (folder / "traces").is_dir():
-            return folder
-    pytest.skip("no shared traces here; KVCACHE_SHARED names their folder")
+    folder = _shared_folder()
+    if folder is None:
+        pytest.skip("no shared traces here; KVCACHE_SHARED names their folder")
+    return folder

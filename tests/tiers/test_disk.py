@@ -12,7 +12,7 @@ from stores import load, store, until
 
 from kvcache.request import ReqContext
 from kvcache.tiers.disk.directory import directory_bytes
-from kvcache.tiers.disk.header import TierDirectoryError, capacity_for, num_slots_within
+from kvcache.tiers.disk.header import Header, TierDirectoryError, capacity_for, num_slots_within
 from kvcache.tiers.disk.maintenance import compact_tier, inspect_tier, verify_tier
 from kvcache.tiers.disk.tier import DiskTier
 
@@ -328,3 +328,13 @@ def test_removed_folder_makes_the_tier_quiet(bench, tmp_path, is_moved, caplog):
     until(lambda: os.fstat(tier._store.fd).st_size == size)
     assert tier.lookup(bench.keys(1)) == 0
     assert tier.submit_store(5, bench.keys(2), [0]) is False
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4096, 5000, 2 << 20])
+def test_capacity_covers_the_files_and_extents_of_every_slot(block_bytes):
+    # ext4 keeps 12 bytes for each extent, and at worst every slot is one.
+    capacity = 1 << 40
+    num_slots = num_slots_within(capacity, block_bytes)
+    files = sum(Header.fresh(block_bytes, num_slots, {}).file_bytes().values())
+    assert files + 12 * num_slots <= capacity
+    assert capacity_for(num_slots, block_bytes) <= capacity < capacity_for(num_slots + 1, block_bytes)
