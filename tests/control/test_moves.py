@@ -141,3 +141,40 @@ def test_shutdown_closes_the_telemetry_before_the_recorder() -> None:
     manager.telemetry, manager.recorder = Part("telemetry"), Part("recorder")
     OffloadingManager.shutdown(manager)
     assert calls == ["telemetry", "recorder"]
+
+
+def test_blocks_that_a_policy_declines_count_as_needed() -> None:
+    manager = CPUOffloadingManager(16, 4, "gittins")
+    context = ReqContext()
+    store(manager, A, B, C, D, context=context)
+    manager.on_request_finished(context)
+    store(manager, E, F, context=ReqContext())
+    assert (manager.declined_blocks, manager.needed_blocks) == (2, 6)
+
+
+def test_slot_given_back_twice_in_a_call_is_freed_once(policy: Any) -> None:
+    manager = CPUOffloadingManager(16, 4, policy)
+    manager.withhold([1, 2])
+    manager.give_back([1, 1])
+    assert manager.num_free == 3
+    output = manager.prepare_store([A, B, C])
+    assert output is not None
+    assert sorted(output.store_spec.block_ids.tolist()) == [0, 1, 3]
+
+
+def test_use_that_a_policy_refused_is_counted_when_it_comes_again() -> None:
+    used: list[list[bytes]] = []
+
+    class Failing(ReferenceLRU):
+        def use(self, keys: list[bytes], first: bool) -> None:
+            used.append(keys)
+            if len(used) == 1:
+                raise OSError("not now")
+
+    manager = CPUOffloadingManager(16, 4, Failing)
+    store(manager, A)
+    context = ReqContext()
+    with pytest.raises(OSError, match="not now"):
+        manager.touch([A], context)
+    manager.touch([A], context)
+    assert used == [[A], [A]]

@@ -109,6 +109,7 @@ class Copy:
     def __init__(self, folder: Path, pristine: Path) -> None:
         self.folder = folder
         self.pristine = pristine
+        self.flaky: list[str] = []
         shutil.copytree(pristine, folder)
 
     def plant(self, fault: Fault) -> bool:
@@ -201,7 +202,7 @@ def try_fault(copy: Copy, fault: Fault, stages: list[str], limit_s: float) -> di
     """Plant one fault, run the stages until one finds it, and return the result."""
     started = time.monotonic()
     tests = tests_of(fault.file, read_tests((copy.pristine / "CONTRIBUTING.md").read_text()))
-    found, how, flaky = "", "", []
+    found, how, flaky = "", "", copy.flaky
     try:
         if not copy.plant(fault):
             found, how = "folder", "does not compile"
@@ -217,7 +218,7 @@ def try_fault(copy: Copy, fault: Fault, stages: list[str], limit_s: float) -> di
     finally:
         copy.restore()
     seconds = round(time.monotonic() - started, 1)
-    return {"fault": fault.id, "area": fault.area, "found": found, "by": how, "stages": stages, "flaky": flaky,
+    return {"fault": fault.id, "area": fault.area, "found": found, "by": how, "stages": stages, "flaky": [*flaky],
             "seconds": seconds}  # fmt: skip
 
 

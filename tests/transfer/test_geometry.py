@@ -191,3 +191,11 @@ def test_kv_geometry_of_a_wrong_kv_cache_raises(kv_caches, factor, message):
     if "factor" in message:
         with pytest.raises(ValueError, match=message):
             host_block_bytes(kv_caches, factor)
+
+
+def test_kv_geometry_of_tensors_on_two_devices_raises(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    tensors = [CanonicalKVCacheTensor(BLOCKS, 8), CanonicalKVCacheTensor(BLOCKS.to("meta"), 8)]
+    pool = NoisyPool(np.zeros(2 * GUARD + 64, np.int8), 4, 16, 16)
+    with pytest.raises(ValueError, match=r"must be on one device, got \['cpu', 'meta'\]"):
+        KVGeometry(CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(0, 8)]]), pool)
