@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from kvcache.assembly.log import set_up_log
-from kvcache.control.arbiter import check_prefill_rate
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.pool import MAX_BLOCKS
 from kvcache.control.telemetry import Exporter, JobTracer, Telemetry
@@ -42,6 +41,7 @@ from kvcache.recorder.recorder import DEFAULT_MAX_BYTES, Recorder
 from kvcache.registry import EXPORTERS, TIERS, Registry
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiering.rates import check_prefill_rate
 from kvcache.tiering.tier import Tier
 from kvcache.version import __version__
 

@@ -21,7 +21,7 @@ from kvcache.metrics import (
     samples_of,
 )
 from kvcache.tiering.controller import TierControllerStats
-from kvcache.tiering.manager import PromotionStats
+from kvcache.tiering.pending import PromotionStats
 from kvcache.tiering.tier import CodecTierStats
 
 

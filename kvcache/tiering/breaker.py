@@ -1,9 +1,20 @@
-"""Direction: the loads or the stores of a tier, with a circuit breaker that pauses them after failures."""
+"""Direction: the loads or the stores of a tier, with a circuit breaker that pauses them after failures.
+
+`Faults` counts what a tier does wrong, and calls it so that nothing of that reaches the scheduler.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from kvcache.core.histogram import Histogram
 from kvcache.metrics import JOB_EXPONENTS
+from kvcache.tiering.log_limiter import LogLimiter
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 
 BREAKER_STATES = ("closed", "open", "half_open")
 """Values of `Direction.state`."""
@@ -34,6 +45,11 @@ class Direction:
             return "closed"
         return "half_open" if self._is_trying else "open"
 
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the last job succeeded, or no job has ended yet."""
+        return self._open_until_s is None and not self._num_failures
+
     def allows(self, now_s: float) -> bool:
         """Return whether a job may be sent."""
         return self._open_until_s is None or (now_s >= self._open_until_s and not self._is_trying)
@@ -57,3 +73,33 @@ class Direction:
         self._open_until_s = now_s + self._pause_s
         self._is_trying = False
         return was_closed
+
+
+class Faults:
+    """Calls a tier, which may be third-party code; counts and logs what fails."""
+
+    def __init__(self, medium: str) -> None:
+        self.num_failed = 0
+        self.last_error = ""
+        self._medium = medium
+        self._warnings = LogLimiter(_LOG)
+
+    def call(self, operation: str, otherwise: T, method: Callable[..., Any], *args: Any) -> T:
+        """Return what `method` returns, and `otherwise` if it raises."""
+        try:
+            answer: T = method(*args)
+            return answer
+        except Exception as error:
+            self.note(operation, f"raised, which a tier must not do: {type(error).__name__}: {error}")
+            return otherwise
+
+    def note(self, operation: str, fault: str) -> None:
+        """Count a fault of the tier's code."""
+        self.num_failed += 1
+        self.last_error = f"{operation} {fault}"
+        self._warnings.warn(operation, "tier %s: %s %s", self._medium, operation, fault)
+
+    def note_pause(self, direction: str, pause_s: float) -> None:
+        """Log that a direction is paused for its last error."""
+        text = "tier %s: %s paused for %s s: %s"
+        self._warnings.warn(f"{direction} paused", text, self._medium, direction, pause_s, self.last_error)

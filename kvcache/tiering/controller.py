@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from kvcache.control.arbiter import LinkRate
+from kvcache.events import FinishedJob, JobLog
 from kvcache.metrics import HistogramData, counter, gauge, histogram, state
 from kvcache.options import Options, choice_of, option, parse_count, parse_duration, parse_flag
-from kvcache.tiering.breaker import BREAKER_STATES, Direction
-from kvcache.tiering.log_limiter import LogLimiter
+from kvcache.tiering.breaker import BREAKER_STATES, Direction, Faults
+from kvcache.tiering.rates import LinkRate
 from kvcache.tiering.tier import TierResult, TierStats, reset_tier
 from kvcache.tiering.uses import UseQueue
-from kvcache.tiering.write_policy import DirtyBlocks
+from kvcache.tiering.write_policy import Backlog
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
@@ -32,7 +32,6 @@ WRITE_POLICIES = ("write_through", "write_back", "write_through_selective")
 MAX_STEP_BLOCKS = 1024
 """Blocks that one scheduler call handles at most, for all tiers together."""
 _MAX_WAITING_USES = 32 * MAX_STEP_BLOCKS
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,8 @@ class HostBudget:
 class TierJob:
     """A job under way.
 
-    `waiters` are the requests that asked for its blocks. If a reset did not wait for a job, its host blocks are
-    withheld until the tier reports it.
+    `waiters` are the requests that asked for its blocks. `is_again`: its blocks were counted as dropped before. If a
+    reset did not wait for a job, its host blocks are withheld until the tier reports it.
     """
 
     job_id: int
@@ -141,16 +140,28 @@ class TierJob:
     block_ids: list[int]
     deadline_s: float
     waiters: set[ReqContext | None] = field(default_factory=set)
+    is_again: bool = False
     sent_s: float = 0.0
     is_overdue: bool = False
     is_withheld: bool = False
 
 
-class TierController:
-    """One tier under a manager: its `jobs` under way and the `backlog` of keys that wait to be written.
+def log_job(job: TierJob, result: TierResult, now_s: float, job_log: JobLog | None) -> None:
+    """Log the end of a job, also for tracing."""
+    medium, seconds = job.controller.medium, now_s - job.sent_s
+    name = "promotion" if job.is_load else "write"
+    if _LOG.isEnabledFor(logging.DEBUG):
+        text = "%s of %d blocks, tier %s: %d done in %.1f ms%s"
+        error = f": {result.error}" if result.error else ""
+        _LOG.debug(text, name, len(job.keys), medium, len(result.done), seconds * 1e3, error)
+    if job_log is not None:
+        job_log.add(FinishedJob(name, medium, len(result.done), 0, time.time(), seconds, result.error))
 
-    With ``"write_back"``, `dirty` holds the blocks of host memory that are not in the tier. With an arbiter, `link` is
-    the rate of loads.
+
+class TierController:
+    """One tier under a manager: its `jobs` under way and the `backlog` of blocks that wait to be written.
+
+    With an arbiter, `link` is the rate of loads.
     """
 
     def __init__(self, tier: Tier, config: TierConfig, num_blocks: int, num_tiers: int, budget: HostBudget) -> None:
@@ -158,26 +169,21 @@ class TierController:
         self.medium = str(tier.medium)
         self.config = config
         self.jobs: dict[int, TierJob] = {}
-        self.backlog: deque[bytes] = deque()
-        self.dirty = DirtyBlocks(num_blocks) if config.write_policy == "write_back" else None
+        self.backlog = Backlog(num_blocks, config.write_policy == "write_back")
         self.link = LinkRate() if config.arbiter else None
-        self.dropped_blocks = 0
         self._max_blocks = max(1, budget.num_left // num_tiers)
         if tier.max_queued_blocks is not None:
             self._max_blocks = max(1, min(self._max_blocks, tier.max_queued_blocks))
-        self._max_backlog_blocks = num_blocks
         self._budget = budget
         self._reads = Direction("reads", max(1, num_blocks // (2 * num_tiers)), config.max_failures, config.pause_s)
         self._writes = Direction("writes", config.max_store_blocks, config.max_failures, config.pause_s)
         self._reported: deque[TierResult] = deque()
         self._uses = UseQueue(MAX_STEP_BLOCKS, _MAX_WAITING_USES)
+        self._faults = Faults(self.medium)
         self._stuck_blocks = 0
-        self._failed_jobs = 0
         self._overdue_jobs = 0
-        self._last_error = ""
         # When a reset that raised is tried again, and the version that it was for.
         self._reset_again: tuple[float, str | int | None] | None = None
-        self._warnings = LogLimiter(_LOG)
 
     def may_send(self, is_load: bool, now_s: float) -> bool:
         """Return whether it is worth asking the tier for blocks, or offering blocks to it."""
@@ -198,41 +204,35 @@ class TierController:
         """Whether reports of the tier, or uses for it, are waiting."""
         return bool(self._reported or self._uses)
 
-    def offer(self, keys: Iterable[bytes]) -> None:
-        """Put keys into the backlog; if it is full, drop those that wait longest."""
-        self.backlog.extend(keys)
-        while len(self.backlog) > self._max_backlog_blocks:
-            self.backlog.popleft()
-            self.dropped_blocks += 1
+    @property
+    def is_busy(self) -> bool:
+        """Whether another step would move something on: jobs, reports, uses, or blocks that may be written."""
+        has_writes = self.backlog or (self.backlog.missed and self._writes.is_healthy)
+        return bool(has_writes or self.has_reports or any(not job.is_overdue for job in self.jobs.values()))
 
-    def drop_backlog(self) -> None:
-        """Drop the keys that wait to be written."""
-        self.dropped_blocks += len(self.backlog)
-        self.backlog.clear()
-
-    def remove(self, keys: list[bytes]) -> None:
-        """Record keys that left host memory; blocks that were still to be written count as dropped."""
-        if self.dirty is not None:
-            self.dropped_blocks += self.dirty.remove(keys)
+    def room_for_missed(self, room: int) -> int:
+        """Return how many of the missed blocks may be offered again: one, as a probe, while writes are paused."""
+        if self._writes.is_healthy:
+            return room
+        return min(room, self._writes.state != "closed")
 
     def lookup(self, keys: list[bytes], now_s: float) -> int | None:
         """Return how many of the first keys the tier can load, 0 while its reads are paused; None: ask again."""
         if not self.may_send(True, now_s):
             return 0
-        found: Any = self._call("lookup", -1, self.tier.lookup, keys)
-        if found is None:
+        num_held: Any = self._faults.call("lookup", -1, self.tier.lookup, keys)
+        if num_held is None:
             return None
-        if type(found) is not int or not 0 <= found <= len(keys):
-            if found != -1:
-                self._note_fault("lookup", f"returned {found!r} for {len(keys)} keys")
+        if type(num_held) is not int or not 0 <= num_held <= len(keys):
+            if num_held != -1:
+                self._faults.note("lookup", f"returned {num_held!r} for {len(keys)} keys")
             self._fail(self._reads, now_s)
             return 0
-        return found
+        return num_held
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Record a use, to be passed to the tier before the next job."""
-        if self.dirty is not None:
-            self.dirty.touch(keys)
+        self.backlog.touch(keys)
         self._uses.add(keys, req_context)
 
     def end_request(self, req_context: ReqContext) -> None:
@@ -245,9 +245,9 @@ class TierController:
             return
         for keys, req_context in self._uses.take():
             if keys:
-                self._call("touch", None, self.tier.touch, keys, req_context)
+                self._faults.call("touch", None, self.tier.touch, keys, req_context)
             else:
-                self._call("on_request_finished", None, self.tier.on_request_finished, req_context)
+                self._faults.call("on_request_finished", None, self.tier.on_request_finished, req_context)
 
     def send(self, job: TierJob, now_s: float) -> bool:
         """Give a job to the tier; return whether it took it."""
@@ -255,7 +255,7 @@ class TierController:
         submit = self.tier.submit_load if job.is_load else self.tier.submit_store
         # If a tier raises, it may have taken the job: the job counts as lost.
         keys, block_ids = list(job.keys), list(job.block_ids)
-        if not self._call("submit", True, lambda: bool(submit(job.job_id, keys, block_ids))):
+        if not self._faults.call("submit", True, lambda: bool(submit(job.job_id, keys, block_ids))):
             return False
         self.jobs[job.job_id] = job
         job.sent_s = now_s
@@ -276,23 +276,23 @@ class TierController:
                     self.link.abandoned(len(job.keys), now_s)
                 self._overdue_jobs += 1
                 self._stuck_blocks += len(job.keys)
-                self._last_error = f"a job of {len(job.keys)} blocks took over {self.config.deadline_s} s"
+                self._faults.last_error = f"a job of {len(job.keys)} blocks took over {self.config.deadline_s} s"
                 self._fail(self._direction(job.is_load), now_s, at_once=True)
-                self._call("cancel", None, self.tier.cancel, job.job_id)
+                self._faults.call("cancel", None, self.tier.cancel, job.job_id)
 
     def get_finished(self, max_blocks: int, now_s: float) -> list[tuple[TierJob | None, TierResult]]:
         """Return results of about so many blocks with their jobs; None instead of a job: it happened without one."""
-        results: Any = self._call("get_finished", (), self.tier.get_finished)
+        results: Any = self._faults.call("get_finished", (), self.tier.get_finished)
         try:
             self._reported.extend(results)
         except TypeError:
-            self._note_fault("get_finished", f"returned {results!r}")
+            self._faults.note("get_finished", f"returned {results!r}")
         pairs: list[tuple[TierJob | None, TierResult]] = []
         while self._reported and max_blocks > 0:
             try:
                 job, result = self._checked(self._reported.popleft())
             except Exception as error:
-                self._note_fault("get_finished", f"reported nonsense: {error}")
+                self._faults.note("get_finished", f"reported nonsense: {error}")
                 continue
             if job is not None:
                 self._end(job, result, now_s)
@@ -319,8 +319,10 @@ class TierController:
         job = None if type(job_id) is not int else self.jobs.get(job_id)
         if job is None:
             return None, clean
-        own = set(job.keys)
-        return job, replace(clean, done=[key for key in dict.fromkeys(clean.done) if key in own])
+        # The manager trusts these keys with the job's host blocks.
+        job_keys = set(job.keys)
+        done = [key for key in dict.fromkeys(clean.done) if key in job_keys]
+        return job, replace(clean, done=done, failed=[key for key in clean.failed if key in job_keys])
 
     def _end(self, job: TierJob, result: TierResult, now_s: float) -> None:
         num_blocks = len(job.keys)
@@ -330,11 +332,11 @@ class TierController:
         direction.num_blocks -= num_blocks
         direction.num_moved += len(result.done)
         direction.seconds.observe(now_s - job.sent_s)
-        if not job.is_load:
-            self.dropped_blocks += len(result.failed)
+        if not (job.is_load or job.is_again):
+            self.backlog.num_dropped += len(result.failed)
         if result.error:
-            self._failed_jobs += 1
-            self._last_error = result.error
+            self._faults.num_failed += 1
+            self._faults.last_error = result.error
             self._fail(direction, now_s)
         if job.is_overdue:
             self._stuck_blocks -= num_blocks
@@ -352,16 +354,14 @@ class TierController:
 
     def reset(self, now_s: float, version: str | int | None = None) -> None:
         """Reset the tier and drop the backlog. If that raises, the tier is not used until a reset works."""
-        self.backlog = deque()
+        self.backlog.clear()
         self._uses.clear()
-        if self.dirty is not None:
-            self.dirty.clear()
 
         def reset_now() -> bool:
             reset_tier(self.tier, version)
             return True
 
-        is_done = self._call("reset", False, reset_now)
+        is_done = self._faults.call("reset", False, reset_now)
         self._reset_again = None if is_done else (now_s + self.config.pause_s, version)
 
     def retry_reset(self, now_s: float) -> None:
@@ -371,20 +371,20 @@ class TierController:
 
     def shutdown(self) -> None:
         """Shut the tier down."""
-        self._call("shutdown", None, self.tier.shutdown)
+        self._faults.call("shutdown", None, self.tier.shutdown)
 
     def stats(self) -> TierControllerStats:
         """Return counters since start and gauges now."""
-        tier: Any = self._call("stats", None, self.tier.stats)
+        tier: Any = self._faults.call("stats", None, self.tier.stats)
         if not isinstance(tier, TierStats):
-            tier = TierStats(self.medium, 0, 0, last_error=self._last_error, unavailable_reason="stats failed")
+            tier = TierStats(self.medium, 0, 0, last_error=self._faults.last_error, unavailable_reason="stats failed")
         reason = tier.unavailable_reason or self._unavailable_reason()
         return TierControllerStats(
-            tier=replace(tier, unavailable_reason=reason, last_error=tier.last_error or self._last_error),
+            tier=replace(tier, unavailable_reason=reason, last_error=tier.last_error or self._faults.last_error),
             promoted_blocks=self._reads.num_moved,
             written_blocks=self._writes.num_moved,
-            dropped_blocks=self.dropped_blocks,
-            failed_jobs=self._failed_jobs,
+            dropped_blocks=self.backlog.num_dropped,
+            failed_jobs=self._faults.num_failed,
             overdue_jobs=self._overdue_jobs,
             stuck_blocks=self._stuck_blocks,
             reads=self._reads.state,
@@ -402,37 +402,21 @@ class TierController:
 
     def _unavailable_reason(self) -> str:
         if self._reset_again is not None:
-            return f"reset failed: {self._last_error}"
-        names = [one.name for one in (self._reads, self._writes) if one.state != "closed"]
-        return f"{' and '.join(names)} paused: {self._last_error}" if names else ""
+            return f"reset failed: {self._faults.last_error}"
+        names = [direction.name for direction in (self._reads, self._writes) if direction.state != "closed"]
+        return f"{' and '.join(names)} paused: {self._faults.last_error}" if names else ""
 
     def _fail(self, direction: Direction, now_s: float, at_once: bool = False) -> None:
         if direction.record_failure(now_s, at_once):
-            text = "tier %s: %s paused for %s s: %s"
-            name = direction.name
-            self._warnings.warn(f"{name} paused", text, self.medium, name, self.config.pause_s, self._last_error)
-
-    def _call(self, operation: str, otherwise: T, method: Callable[..., Any], *args: Any) -> T:
-        # A tier may be third-party code, and the engine's thread must not suffer from it.
-        try:
-            answer: T = method(*args)
-            return answer
-        except Exception as error:
-            self._note_fault(operation, f"raised, which a tier must not do: {type(error).__name__}: {error}")
-            return otherwise
-
-    def _note_fault(self, operation: str, fault: str) -> None:
-        self._failed_jobs += 1
-        self._last_error = f"{operation} {fault}"
-        self._warnings.warn(operation, "tier %s: %s %s", self.medium, operation, fault)
+            self._faults.note_pause(direction.name, self.config.pause_s)
 
 
 def _key_list(keys: Any) -> list[bytes]:
-    found = list(keys)
-    for key in found:
+    key_list = list(keys)
+    for key in key_list:
         if type(key) is not bytes:
             raise TypeError(f"{key!r} is no key")
-    return found
+    return key_list
 
 
 def _seconds(value: Any) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcache.core.histogram import Histogram
-from kvcache.metrics import JOB_EXPONENTS
+from kvcache.metrics import JOB_EXPONENTS, HistogramData, gauge, histogram
 
 if TYPE_CHECKING:
     from kvcache.control.pool import BlockPool
@@ -43,7 +43,19 @@ class PendingRequest:
             self.wanted.pop(key, None)
 
 
+ABSENT, PENDING, READY, ASK_AGAIN = range(4)
+"""The states of a key, as `TieredOffloadingManager.status` returns them; a pool has the first three."""
 _NOBODY = PendingRequest(None, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionStats:
+    """The requests that wait for blocks from tiers."""
+
+    waiting_requests: int = gauge("requests", "Requests that wait for blocks from tiers, or have lately.")
+    wait_seconds: HistogramData | None = histogram(
+        "seconds", "Time from a request's first wait for a tier to its load, its end or its deadline."
+    )
 
 
 class PendingRequests:
@@ -61,8 +73,9 @@ class PendingRequests:
         self._requests: dict[ReqContext | None, PendingRequest] = {}
         self.waits = Histogram(1e-9, *JOB_EXPONENTS)
 
-    def __len__(self) -> int:
-        return len(self._requests)
+    def stats(self) -> PromotionStats:
+        """Return how many requests wait, and how long they waited."""
+        return PromotionStats(len(self._requests), HistogramData(*self.waits.data()))
 
     def of(self, req_context: ReqContext | None) -> PendingRequest:
         """Return a request, an empty one if it does not wait; to be read only."""
@@ -73,22 +86,22 @@ class PendingRequests:
         req_context: ReqContext | None,
         keys: list[bytes],
         num_ready: int,
-        wanted: dict[bytes, TierController],
+        in_tiers: dict[bytes, TierController],
         now_s: float,
     ) -> None:
         """Record that a request waits, and hold the leading keys that are ready for it."""
         request = self._requests.get(req_context)
         if request is None:
             request = self._requests[req_context] = PendingRequest(req_context, now_s + self._deadline_s)
-        request.wanted.update(wanted)
+        request.wanted.update(in_tiers)
         first = len(request.prefix)
         if first > num_ready or request.prefix != keys[:first]:
             first = 0
             request.prefix = []
         # A bounded number at a time: the look-ups of the next steps go on from here.
-        fresh = keys[first : min(num_ready, first + self._max_step_blocks)]
-        self._hold(request, fresh)
-        request.prefix += fresh
+        next_keys = keys[first : min(num_ready, first + self._max_step_blocks)]
+        self._hold(request, next_keys)
+        request.prefix += next_keys
 
     def hold(self, req_contexts: Iterable[ReqContext | None], keys: list[bytes]) -> None:
         """Hold ready blocks for those of the requests that still wait."""
@@ -127,10 +140,10 @@ class PendingRequests:
 
     def _hold(self, request: PendingRequest, keys: list[bytes]) -> None:
         held = request.held
-        fresh = [key for key in dict.fromkeys(keys) if key not in held]
-        if fresh:
-            self._pool.pin(fresh, is_move=True)
-            held.update(dict.fromkeys(fresh))
+        not_held = [key for key in dict.fromkeys(keys) if key not in held]
+        if not_held:
+            self._pool.pin(not_held, is_move=True)
+            held.update(dict.fromkeys(not_held))
 
     def _release(self, request: PendingRequest) -> None:
         if request.held:

@@ -56,7 +56,7 @@ def test_debug_writes_to_standard_error_where_nobody_logs(logger, monkeypatch):
     set_up_log()
     assert logger.level == logging.DEBUG
     assert len(logger.handlers) == 1
-    assert logging.getLogger("kvcache.tiering.manager").isEnabledFor(logging.DEBUG)
+    assert logging.getLogger("kvcache.tiering.controller").isEnabledFor(logging.DEBUG)
 
 
 def test_a_word_that_is_no_level_is_warned_of(logger, monkeypatch, caplog):

@@ -21,8 +21,6 @@ LARGE_CLASSES: dict[str, int] = {
     "control/pool.py:BlockPool": 23,
     "integrations/vllm/tier.py:KVCacheTier": 19,
     "testing/reference_manager.py:ReferenceManager": 23,
-    "tiering/controller.py:TierController": 21,
-    "tiering/manager.py:TieredOffloadingManager": 19,
 }
 LARGE_FUNCTIONS: dict[str, int] = {
     "assembly/assemble.py:open_manager": 70,
@@ -30,7 +28,7 @@ LARGE_FUNCTIONS: dict[str, int] = {
     "core/cache.pyx:BlockCache.reserve": 84,
 }
 # Vague local names that are left; the share above replaces it once that is reached. It is only lowered.
-KNOWN_VAGUE = 171
+KNOWN_VAGUE = 140
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

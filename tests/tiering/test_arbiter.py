@@ -9,8 +9,9 @@ import pytest
 from stores import Clock
 
 from kvcache import ReqContext, TierConfig, TieredOffloadingManager
-from kvcache.control.arbiter import CostFit, LinkRate, LoadArbiter, PrefillRate, Segment
 from kvcache.testing.tiers import ThrottledTier
+from kvcache.tiering.arbiter import LoadArbiter, Segment
+from kvcache.tiering.rates import CostFit, LinkRate, PrefillRate
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 2 << 20

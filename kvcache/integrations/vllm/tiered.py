@@ -27,7 +27,8 @@ from kvcache.integrations.vllm.manager import (
 from kvcache.integrations.vllm.prefill_watch import PrefillWatch
 from kvcache.integrations.vllm.releases import Release
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
-from kvcache.tiering.manager import ASK_AGAIN, PENDING, TieredOffloadingManager
+from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiering.pending import ASK_AGAIN, PENDING
 from kvcache.transfer.free_memory import check_memory
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
 

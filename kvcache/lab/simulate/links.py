@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvcache.control.arbiter import LinkRate
+from kvcache.tiering.rates import LinkRate
 
 
 class Queue:

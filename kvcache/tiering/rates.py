@@ -1,24 +1,13 @@
-"""LoadArbiter: per request, load a prefix from below host memory only as far as loading is faster than computing.
+"""What an arbiter learns: how fast each medium loads blocks, and how fast the engine computes a prompt.
 
-Loading from a store across a network can be slower than prefill. Which of the two is faster depends on the prefix's
-length, the traffic and the time of day. The arbiter therefore learns both rates from measurements and needs no
-configured threshold.
-
-The model
----------
 Loading `n` blocks takes ``latency + n * seconds per block``, after the jobs in progress have ended. Computing the token
-at position `p` takes ``first + growth * p``, because attention makes later tokens more expensive. A prefix may be cut
-anywhere. Within one medium, the gain of one more block only grows with its position, so the best cut is at a change of
-medium, and only these cuts are compared. Media load at the same time.
+at position `p` takes ``first + growth * p``, because attention makes later tokens more expensive.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +17,6 @@ _DECAY = 0.85
 _SURPRISE = 2.0
 _LEAST_SPREAD = 1e-3
 _WINDOW_JOBS = 8
-_MAX_DECISIONS = 256
 MAX_TOKENS = 1 << 40
 """Positions beyond it are those of no prompt."""
 _MAX_S = 1e9
@@ -82,8 +70,8 @@ class CostFit:
     def _add(self, sample: tuple[float, float, float]) -> None:
         x, y, seconds = sample
         # Weighted by 1 / x: long samples have more noise.
-        fresh = (x, y, y * y / x, seconds, y * seconds / x)
-        self._sums = [_DECAY * old + new for old, new in zip(self._sums, fresh, strict=True)]
+        terms = (x, y, y * y / x, seconds, y * seconds / x)
+        self._sums = [_DECAY * old + new for old, new in zip(self._sums, terms, strict=True)]
 
     def _solved(self) -> tuple[float, float]:
         xx, xy, yy, xt, yt = self._sums
@@ -234,141 +222,6 @@ class PrefillRate:
     def compute_s(self, first_token: int, end_token: int) -> float:
         """Return the expected seconds of the tokens at these positions."""
         return self.fit(end_token - first_token, (end_token * end_token - first_token * first_token) / 2)
-
-
-class Segment(NamedTuple):
-    """Consecutive blocks of a prefix in one medium.
-
-    Parameters
-    ----------
-    link : LinkRate or None
-        The link that loads them. None: loading costs nothing.
-    num_blocks : int
-        Number of blocks.
-    end_token : int
-        Position in the prompt where the last block ends.
-    is_coming : bool
-        Whether they are already being loaded for another request.
-    """
-
-    link: LinkRate | None
-    num_blocks: int
-    end_token: int
-    is_coming: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The decision for one request, and its reasons.
-
-    Parameters
-    ----------
-    num_blocks, kept_blocks : int
-        Blocks that could be loaded, and blocks that are loaded.
-    end_token : int
-        Position in the prompt where the loaded prefix ends.
-    load_s, compute_s : float
-        Expected seconds of loading all blocks, and of computing all of them.
-    chosen_s : float
-        Expected seconds of the decision.
-    is_blind : bool
-        Whether a rate was still unknown. Then everything is loaded, to learn it.
-    """
-
-    num_blocks: int
-    kept_blocks: int
-    end_token: int
-    load_s: float
-    compute_s: float
-    chosen_s: float
-    is_blind: bool = False
-
-    def __str__(self) -> str:
-        if self.is_blind:
-            return f"loads {self.num_blocks} blocks: a rate is not known yet"
-        decision = f"loads {self.kept_blocks} of {self.num_blocks} blocks" if self.kept_blocks else "computes"
-        return f"{decision}: loading {self.load_s:.3g} s, computing {self.compute_s:.3g} s"
-
-
-class LoadArbiter:
-    """Decide which part of a prefix to load.
-
-    Parameters
-    ----------
-    prefill_tokens_per_s : float or mapping of int to float, optional
-        As for `PrefillRate`.
-
-    Attributes
-    ----------
-    prefill : PrefillRate
-        The prefill rate.
-    decisions : deque of Decision
-        The last 256 decisions.
-    """
-
-    def __init__(self, prefill_tokens_per_s: float | Mapping[int, float] | None = None) -> None:
-        self.prefill = PrefillRate(prefill_tokens_per_s)
-        self.decisions: deque[Decision] = deque(maxlen=_MAX_DECISIONS)
-
-    def decide(self, first_token: int, segments: Sequence[Segment], now_s: float) -> Decision:
-        """Return how much of a prefix to load.
-
-        Parameters
-        ----------
-        first_token : int
-            Token at which the segments begin; tokens before it need neither loading nor computing.
-        segments : sequence of Segment
-            In prefix order, at least one.
-        now_s : float
-            The manager's clock.
-
-        Returns
-        -------
-        Decision
-            The fastest choice. If choices are equal, the one that loads more.
-        """
-        end_token = segments[-1].end_token
-        num_blocks = sum(segment.num_blocks for segment in segments)
-        computed_s = self.prefill.compute_s(first_token, end_token)
-        is_blind = not self.prefill.is_known
-        best = (computed_s, first_token, 0)
-        blocks: dict[LinkRate, int] = {}
-        load_s = 0.0
-        num_before = 0
-        for segment in segments:
-            num_before += segment.num_blocks
-            link = segment.link
-            if link is not None:
-                is_blind |= not link.is_known and link.is_idle
-                blocks[link] = blocks.get(link, 0) + (0 if segment.is_coming else segment.num_blocks)
-                load_s = max(load_s, link.load_s(blocks[link], now_s))
-            total_s = load_s + self.prefill.compute_s(segment.end_token, end_token)
-            if total_s <= best[0]:
-                best = (total_s, segment.end_token, num_before)
-        if is_blind:
-            best = (load_s, end_token, num_blocks)
-        decision = Decision(num_blocks, best[2], best[1], load_s, computed_s, best[0], is_blind)
-        self.decisions.append(decision)
-        return decision
-
-    def is_hopeless(
-        self, first_token: int, end_token: int, num_blocks: int, links: Sequence[LinkRate | None], now_s: float
-    ) -> bool:
-        """Return whether to skip the look-up: computing the prefix is faster than loading it even if a medium has all.
-
-        `links` are those of all media that may hold it. None is a medium whose loading cost is negligible. Loading a
-        part of the prefix gains less than loading all of it, so the result also holds for parts. While the rate of a
-        link must be learned, return False.
-        """
-        known = [link for link in links if link is not None and link.is_known and not link.is_probe_due(now_s)]
-        if len(known) < len(links):
-            return False
-        load_s = min(link.load_s(num_blocks, now_s) for link in known)
-        computed_s = self.prefill.compute_s(first_token, end_token)
-        if computed_s >= load_s:
-            return False
-        self.decisions.append(Decision(num_blocks, 0, first_token, load_s, computed_s, computed_s))
-        return True
 
 
 def check_prefill_rate(name: str, value: object) -> dict[int, float]:

@@ -1,0 +1,255 @@
+"""The way up: blocks that a request looks up and a tier holds are read into host memory.
+
+A look-up that finds blocks below waits. The end of the step reserves host blocks for them and sends the jobs.
+
+No request waits for ever: it waits only while a block that it asked for is being promoted, or is queued for promotion.
+A promotion that does not fit is cut, and the rest is a miss. One request tries to promote a key once, so two requests
+that evict each other's blocks both get an answer. Blocks that a request waits for are held (one reference each) until
+it loads them, ends, or its deadline passes. Past the deadline, host memory alone answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from kvcache.tiering.arbiter import Arbitration, Source, Sources
+from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierController, TierJob
+from kvcache.tiering.pending import ABSENT, READY, PendingRequest, PendingRequests
+from kvcache.tiering.writing import MAX_JOB_BLOCKS, Writing, block_ids_of
+
+if TYPE_CHECKING:
+    from kvcache.control.pool import BlockPool
+    from kvcache.request import ReqContext
+    from kvcache.tiering.controller import HostBudget
+
+_MAX_TIER_LOOKUPS = 64
+
+
+class Promotion:
+    """Finds blocks in tiers, has them read, and hands them to the requests that wait.
+
+    `num_loads` counts the blocks that were loaded after a promotion for their request.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        controllers: list[TierController],
+        pending: PendingRequests,
+        arbitration: Arbitration | None,
+        writing: Writing,
+        budget: HostBudget,
+    ) -> None:
+        self._pool = pool
+        self._controllers = controllers
+        self._pending = pending
+        self._arbitration = arbitration
+        self._writing = writing
+        self._budget = budget
+        self._job_of: dict[bytes, TierJob] = {}
+        self.num_loads = 0
+
+    def wait(self, keys: list[bytes], num_ready: int, req_context: ReqContext | None) -> bool:
+        """Return whether a request waits for blocks below; `num_ready` of the first keys are in host memory."""
+        if num_ready == len(keys) or not self._controllers:
+            return False
+        now_s = self._pending.clock()
+        if not self._pending.of(req_context).may_wait(now_s):
+            return False
+        sources, is_unknown = self._worth_waiting(keys, num_ready, req_context, now_s)
+        in_tiers = {key: source for key, source in sources if isinstance(source, TierController)}
+        jobs = dict.fromkeys(source for _, source in sources if isinstance(source, TierJob))
+        for job in jobs:
+            job.waiters.add(req_context)
+        if not (in_tiers or jobs or is_unknown):
+            return False
+        self._pending.wait(req_context, keys, num_ready, in_tiers, now_s)
+        return True
+
+    def is_coming(self, key: bytes, req_context: ReqContext | None) -> bool:
+        """Return whether a block that is not ready is on its way to this request."""
+        arbitration = self._arbitration
+        if arbitration is not None and req_context is not None and not arbitration.may_wait_for(key, req_context):
+            return False
+        job = self._job_of.get(key)
+        request = self._pending.of(req_context)
+        if job is not None:
+            return not job.is_overdue and request.may_wait(self._pending.clock())
+        return key in request.wanted or self._pool.states([key]) != bytes([ABSENT])
+
+    def without_coming(self, keys: list[bytes]) -> list[bytes]:
+        """Return the keys that no tier is reading."""
+        return [key for key in keys if key not in self._job_of] if self._job_of else keys
+
+    def note_load(self, keys: list[bytes], req_context: ReqContext | None) -> None:
+        """Record that a request loads its blocks: it waits no longer."""
+        if req_context is not None:
+            if tried := self._pending.of(req_context).tried:
+                self.num_loads += len(tried.intersection(keys))
+            self._pending.close(req_context)
+
+    def send(self, now_s: float) -> None:
+        """Send the jobs of this step: for the requests that wait, and then to measure links."""
+        num_left = MAX_STEP_BLOCKS
+        for request in self._pending.wanting():
+            if num_left <= 0:
+                break
+            batch = self._next_batch(request, num_left, now_s)
+            num_left -= len(batch)
+            self._promote(request, batch, now_s)
+        if self._arbitration is not None:
+            self._probe(self._arbitration.take_probes(), now_s)
+
+    def end(self, job: TierJob, arrived: Collection[bytes]) -> None:
+        """Commit the blocks that arrived, hold them for the requests that wait, and free the others."""
+        for key in job.keys:
+            del self._job_of[key]
+        arrived = set(arrived)
+        failed = [key for key in job.keys if key not in arrived]
+        if failed:
+            self._pool.abort(failed, is_move=True)
+        if arrived:
+            done = [key for key in job.keys if key in arrived]
+            ready = self._pool.commit(done, is_move=True)
+            # Before anything else can evict them.
+            self._pending.hold(job.waiters, done)
+            self._writing.offer(ready, job.controller)
+
+    def clear(self) -> None:
+        """Forget the jobs under way, whose blocks a reset of the pool drops."""
+        self._job_of = {}
+
+    def _worth_waiting(
+        self, keys: list[bytes], num_ready: int, req_context: ReqContext | None, now_s: float
+    ) -> Sources:
+        """Return the sources of the next keys; with an arbiter, of those that are loaded sooner than computed."""
+        sources = self._look_below(keys[num_ready : num_ready + MAX_STEP_BLOCKS], req_context, now_s)
+        arbitration = self._arbitration
+        if arbitration is None or req_context is None or not any(sources):
+            return sources
+        question = arbitration.ask(sources, keys, num_ready, req_context, now_s)
+        run = arbitration.run_to_see(question)
+        sources_of_run = sources if run is None else self._look_below(run[:MAX_STEP_BLOCKS], req_context, now_s)
+        return arbitration.answer(question, run, sources_of_run)
+
+    def _look_below(self, keys: list[bytes], req_context: ReqContext | None, now_s: float) -> Sources:
+        """Return the sources of a step's keys, up to the first absent one, and whether a tier must be asked again.
+
+        The tiers are asked for all keys together that are not in host memory, so the cost grows with their number only.
+        """
+        tried = self._pending.of(req_context).tried
+        sources: list[Source] = []
+        below: list[bytes] = []
+        places: list[int] = []
+        for key, state in zip(keys, self._pool.states(keys), strict=True):
+            source: Source = None
+            if state != READY:
+                source = self._job_of.get(key)
+                if source is None:
+                    if key in tried:
+                        break
+                    places.append(len(sources))
+                    below.append(key)
+                elif source.is_overdue:
+                    break
+            sources.append(source)
+        holders, is_unknown = self._ask_tiers(below, now_s)
+        for place, controller in zip(places, holders, strict=False):
+            sources[place] = controller
+        if len(holders) < len(below):
+            del sources[places[len(holders)] :]
+        return list(zip(keys, sources, strict=False)), is_unknown
+
+    def _ask_tiers(self, keys: list[bytes], now_s: float) -> tuple[list[TierController], bool]:
+        """Return the first tier that holds each of the first keys, and whether a tier must be asked again."""
+        holders: list[TierController] = []
+        num_lookups = 0
+        # Tiers that hold every other block would be asked once a block.
+        while len(holders) < len(keys) and num_lookups < _MAX_TIER_LOOKUPS:
+            for controller in self._controllers:
+                num_lookups += 1
+                num_held = controller.lookup(keys[len(holders) :], now_s)
+                if num_held is None:
+                    return holders, True
+                if num_held:
+                    holders += [controller] * num_held
+                    break
+            else:
+                break
+        return holders, False
+
+    def _next_batch(self, request: PendingRequest, num_left: int, now_s: float) -> dict[bytes, TierController]:
+        """Take the first keys that fit from a request; give up the keys of tiers that must not be asked."""
+        rooms: dict[TierController, int] = {}
+        batch: dict[bytes, TierController] = {}
+        given_up: list[bytes] = []
+        num_left = min(num_left, self._budget.num_left)
+        for key, controller in request.wanted.items():
+            room = rooms.get(controller)
+            if room is None:
+                room = controller.room(True) if controller.may_send(True, now_s) else -1
+            if room < 0:
+                given_up.append(key)
+                rooms[controller] = -1
+                continue
+            if room == 0 or len(batch) >= num_left:
+                break
+            rooms[controller] = room - 1
+            batch[key] = controller
+        request.try_now([*given_up, *batch])
+        return batch
+
+    def _promote(self, request: PendingRequest, batch: dict[bytes, TierController], now_s: float) -> None:
+        """Reserve host blocks for a batch, and send its jobs; other requests' jobs are shared."""
+        absent = []
+        for key in batch:
+            job = self._job_of.get(key)
+            if job is None:
+                absent.append(key)
+            else:
+                job.waiters.add(request.req_context)
+        by_controller: dict[TierController, list[tuple[bytes, int]]] = {}
+        for key, block_id in self._reserve(absent):
+            by_controller.setdefault(batch[key], []).append((key, block_id))
+        for controller, blocks in by_controller.items():
+            for first in range(0, len(blocks), MAX_JOB_BLOCKS):
+                self._load(controller, blocks[first : first + MAX_JOB_BLOCKS], (request.req_context,), now_s)
+
+    def _probe(self, cut: dict[TierController, list[bytes]], now_s: float) -> None:
+        """Load a few blocks that were cut, from time to time, to notice a link that got faster."""
+        for controller, keys in cut.items():
+            link = controller.link
+            if link is None or not controller.may_send(True, now_s) or self._pending.wanting():
+                continue
+            keys = list(dict.fromkeys(keys))
+            absent = [key for key, state in zip(keys, self._pool.states(keys), strict=True) if state == ABSENT]
+            num_blocks = min(link.take_probe(now_s), controller.room(True)) if absent else 0
+            if blocks := self._reserve(absent[:num_blocks]):
+                self._load(controller, blocks, (), now_s)
+
+    def _reserve(self, keys: list[bytes]) -> list[tuple[bytes, int]]:
+        """Return host blocks for the leading keys that fit."""
+        output = self._pool.reserve_leading(keys) if keys else None
+        if output is None:
+            return []
+        self._writing.note_evicted(output.evicted_keys)
+        return list(zip(output.keys_to_store, block_ids_of(output.store_spec), strict=True))
+
+    def _load(
+        self,
+        controller: TierController,
+        blocks: list[tuple[bytes, int]],
+        waiters: Iterable[ReqContext | None],
+        now_s: float,
+    ) -> None:
+        keys = [key for key, _ in blocks]
+        block_ids = [block_id for _, block_id in blocks]
+        deadline_s = now_s + controller.config.deadline_s
+        job = TierJob(next(self._writing.job_ids), controller, True, keys, block_ids, deadline_s)
+        job.waiters.update(waiters)
+        # A tier that is being tried again gets one job only.
+        if controller.may_send(True, now_s) and controller.send(job, now_s):
+            self._job_of.update(dict.fromkeys(keys, job))
+        else:
+            self._pool.abort(keys, is_move=True)

@@ -1,0 +1,155 @@
+"""The way down: which blocks of host memory are offered to which tier, and the jobs that write them.
+
+A block is referenced from the job's submission until the tier reports it, so it stays readable and is not evicted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import count
+from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
+
+from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierController, TierJob
+from kvcache.tiering.pending import READY
+
+if TYPE_CHECKING:
+    from kvcache.control.pool import BlockPool
+    from kvcache.request import ReqContext
+    from kvcache.specs import BlockIDsLoadStoreSpec, LoadStoreSpec
+
+MAX_JOB_BLOCKS = 512
+"""Blocks of one job at most: a tier can begin with the next one while the scheduler takes the first one in."""
+
+
+class Writing:
+    """Offers blocks to tiers by their write policies, and writes what waits in their backlogs.
+
+    `job_ids` numbers all jobs of a manager, those of promotions too.
+    """
+
+    def __init__(self, pool: BlockPool, controllers: list[TierController]) -> None:
+        self._pool = pool
+        self._controllers = controllers
+        self.job_ids = count(1)
+        self._selective = [
+            controller for controller in controllers if controller.config.write_policy == "write_through_selective"
+        ]
+        # Its first item goes often: in a plain dict that would cost a walk over the gaps of those before.
+        self._uses: OrderedDict[bytes, int] = OrderedDict()
+        # The keys whose use was counted for each request.
+        self._counted: WeakKeyDictionary[ReqContext, set[bytes]] = WeakKeyDictionary()
+
+    def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
+        """Record a use of blocks, for the write policies and for the tiers."""
+        self.count_uses(keys, req_context)
+        for controller in self._controllers:
+            controller.touch(keys, req_context)
+
+    def count_uses(self, keys: list[bytes], req_context: ReqContext | None) -> None:
+        """Count one use a request of each resident key, and offer those that have been used enough."""
+        if not self._selective:
+            return
+        if req_context is not None:
+            counted = self._counted.setdefault(req_context, set())
+            keys = [key for key in dict.fromkeys(keys) if key not in counted]
+            counted.update(keys)
+        # Counts of blocks that left go first.
+        while len(self._uses) > 2 * self._pool.num_blocks:
+            self._uses.popitem(last=False)
+        by_uses: dict[int, list[bytes]] = {}
+        for key in keys:
+            num_uses = self._uses[key] = self._uses.get(key, 0) + 1
+            by_uses.setdefault(num_uses, []).append(key)
+        for controller in self._selective:
+            # Other blocks are offered once they are ready.
+            controller.backlog.offer(reversed(self._ready(by_uses.get(controller.config.num_uses, []))))
+
+    def offer(self, keys: list[bytes], source: TierController | None) -> None:
+        """Offer blocks that became ready to the tiers, but for the one that they came from."""
+        for controller in self._controllers:
+            backlog, config = controller.backlog, controller.config
+            if controller is source:
+                continue
+            if backlog.dirty is not None:
+                backlog.dirty.add(keys)
+                continue
+            if config.write_policy == "write_through_selective":
+                keys_due = [key for key in keys if self._uses.get(key, 1) >= config.num_uses]
+            else:
+                keys_due = keys
+            # The head of a prefix is written last, and so leaves the tier last.
+            backlog.offer(reversed(keys_due))
+
+    def note_evicted(self, keys: list[bytes]) -> None:
+        """Record blocks that left host memory."""
+        if keys:
+            for controller in self._controllers:
+                controller.backlog.remove(keys)
+
+    def send(self, now_s: float) -> None:
+        """Write what waits, a bounded number of blocks for all tiers together."""
+        num_left = MAX_STEP_BLOCKS
+        for controller in self._controllers:
+            backlog = controller.backlog
+            if not controller.may_send(False, now_s):
+                if backlog:
+                    backlog.drop(is_paused=True)
+                continue
+            if backlog.dirty is not None:
+                backlog.offer(backlog.dirty.take_due(controller.room(False) - len(backlog)))
+            # A tier that is being tried again gets one job only.
+            while (room := min(controller.room(False), num_left, MAX_JOB_BLOCKS)) > 0 and controller.may_send(
+                False, now_s
+            ):
+                is_again = not backlog
+                keys = backlog.take_missed(controller.room_for_missed(room)) if is_again else backlog.take(room)
+                num_left -= len(keys)
+                if not (keys and self._store(controller, keys, is_again, now_s)):
+                    break
+
+    def end(self, job: TierJob, missed: list[bytes]) -> None:
+        """Release the blocks of a job; those that a failing tier missed are offered again once it works."""
+        self._pool.unpin(job.keys)
+        job.controller.backlog.miss(missed)
+
+    def end_request(self, req_context: ReqContext) -> None:
+        """Record the end of a request."""
+        self._counted.pop(req_context, None)
+        for controller in self._controllers:
+            controller.end_request(req_context)
+
+    def clear(self) -> None:
+        """Forget all counts; the controllers forget their backlogs themselves."""
+        self._uses = OrderedDict()
+        self._counted.clear()
+
+    def _store(self, controller: TierController, keys: list[bytes], is_again: bool, now_s: float) -> bool:
+        """Send one job; return whether the tier may get another one."""
+        backlog = controller.backlog
+        ready = self._ready(keys)
+        if not is_again:
+            backlog.num_dropped += len(keys) - len(ready)
+        if not ready:
+            return True
+        # The tier reads the blocks from the moment it has the job, so the reference comes first.
+        block_ids = block_ids_of(self._pool.pin(ready, is_move=True))
+        deadline_s = now_s + controller.config.deadline_s
+        job = TierJob(next(self.job_ids), controller, False, ready, block_ids, deadline_s, is_again=is_again)
+        if controller.send(job, now_s):
+            return True
+        self._pool.unpin(ready)
+        if not is_again:
+            backlog.num_dropped += len(ready)
+        # A tier that refuses is full or closed, not failing: it refuses the rest as well.
+        backlog.drop(is_paused=False)
+        return False
+
+    def _ready(self, keys: list[bytes]) -> list[bytes]:
+        return [key for key, state in zip(keys, self._pool.states(keys), strict=True) if state == READY]
+
+
+def block_ids_of(spec: LoadStoreSpec) -> list[int]:
+    """Return the block ids of a host pool's spec."""
+    ids: list[int] = cast("BlockIDsLoadStoreSpec", spec).block_ids.tolist()
+    return ids
