@@ -1,0 +1,322 @@
+"""Two tiers that refuse, fail, come late and reset badly: no slot used twice, no leaked reference, no old byte."""
+
+import random
+
+import numpy as np
+import pytest
+from stores import Clock
+
+from kvcache.request import ReqContext
+from kvcache.testing.tiers import ManualTier
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiering.tier import TierResult
+
+NUM_BLOCKS = 8
+PROMPTS = [[letter.encode() for letter in text] for text in ("abcd", "abef", "ghij", "klm", "gnop")]
+
+
+class FaultyTier(ManualTier):
+    """Refuses and fails on demand; `in_use` has the host blocks of the jobs that it has not reported."""
+
+    def __init__(self, medium, host):
+        super().__init__(12, host)
+        self.medium = medium
+        self.in_use = {}
+        self.refuses = self.is_unknown = self.reset_fails = False
+
+    def lookup(self, keys):
+        return None if self.is_unknown else super().lookup(keys)
+
+    def _taken(self, job_id, block_ids, is_taken):
+        if is_taken:
+            self.in_use[job_id] = block_ids
+        return is_taken
+
+    def submit_store(self, job_id, keys, block_ids):
+        return self._taken(job_id, block_ids, not self.refuses and super().submit_store(job_id, keys, block_ids))
+
+    def submit_load(self, job_id, keys, block_ids):
+        return self._taken(job_id, block_ids, not self.refuses and super().submit_load(job_id, keys, block_ids))
+
+    def get_finished(self):
+        results = super().get_finished()
+        for result in results:
+            del self.in_use[result.job_id]
+        return results
+
+    def reset(self):
+        if self.reset_fails:
+            raise OSError("the reset failed")
+        super().reset()
+
+
+class World:
+    """An engine of three requests over a manager with two tiers; block contents name the key and the reset before."""
+
+    def __init__(self, **rule):
+        self.clock, self.epoch = Clock(), 0
+        self.host = np.zeros((NUM_BLOCKS, 4), np.uint8)
+        self.tiers = [FaultyTier("UPPER", self.host), FaultyTier("LOWER", self.host)]
+        config = TierConfig(deadline_s=3.0, pause_s=2.0, max_failures=2, max_store_blocks=4, **rule)
+        self.manager = TieredOffloadingManager(
+            16,
+            NUM_BLOCKS,
+            [(tier, config) for tier in self.tiers],
+            enable_events=True,
+            deadline_s=4.0,
+            clock=self.clock,
+        )
+        self.requests = []
+
+    def content(self, key):
+        return key * 3 + bytes([self.epoch])
+
+    def slots_in_use(self):
+        return {block_id for tier in self.tiers for ids in tier.in_use.values() for block_id in ids}
+
+    def store(self, keys, context=None, success=True):
+        output = self.manager.prepare_store(keys, context)
+        if output is None:
+            return False
+        slots = output.store_spec.block_ids.tolist()
+        assert self.slots_in_use().isdisjoint(slots)
+        for key, slot in zip(output.keys_to_store, slots, strict=True):
+            self.host[slot] = np.frombuffer(self.content(key), np.uint8)
+        self.manager.complete_store(output.keys_to_store, context, success)
+        return True
+
+    def request(self, draw):
+        """Begin a request, or take one a step further."""
+        if len(self.requests) < 3 and draw.random() < 0.5:
+            self.requests.append((ReqContext(), draw.choice(PROMPTS)))
+            return
+        if not self.requests:
+            return
+        context, keys = self.requests[draw.randrange(len(self.requests))]
+        num_hits = self.manager.lookup(keys, context)
+        if num_hits is None:
+            if draw.random() < 0.05:
+                self.end(context, keys)
+            return
+        spec = self.manager.prepare_load(keys[:num_hits], context)
+        for key, slot in zip(keys, spec.block_ids.tolist(), strict=False):
+            assert self.host[slot].tobytes() == self.content(key)
+        self.manager.complete_load(keys[:num_hits], context)
+        self.manager.touch(keys, context)
+        self.store(keys, context, draw.random() < 0.9)
+        self.end(context, keys)
+
+    def end(self, context, keys):
+        self.requests.remove((context, keys))
+        self.manager.on_request_finished(context)
+
+    def step(self):
+        self.manager.on_schedule_end()
+        # Each slot that a tier uses is referenced or reserved, or withheld, by the manager.
+        stats = self.manager.stats()
+        assert stats.num_free <= NUM_BLOCKS - len(self.slots_in_use())
+
+    def end_jobs(self, error=""):
+        for tier in self.tiers:
+            for job in list(tier.pending):
+                tier.end(job, error)
+
+    def act(self, draw):
+        kind = draw.random()
+        tier = draw.choice(self.tiers)
+        if kind < 0.45:
+            self.request(draw)
+        elif kind < 0.65:
+            self.step()
+        elif kind < 0.9:
+            if tier.pending:
+                tier.end(draw.choice(tier.pending), "broken" if draw.random() < 0.15 else "")
+        elif kind < 0.94:
+            self.clock.now_s += draw.choice((0.5, 1.0, 3.0))
+        elif kind < 0.99:
+            name = draw.choice(("refuses", "is_unknown", "reset_fails"))
+            setattr(tier, name, draw.random() < 0.2)
+        else:
+            self.reset()
+
+    def reset(self):
+        self.manager.reset_cache()
+        self.epoch += 1
+
+    def check_nothing_is_left(self):
+        """End all requests and jobs, then see that every slot is free or holds an unreferenced block."""
+        for tier in self.tiers:
+            tier.refuses = tier.is_unknown = tier.reset_fails = False
+        for context, keys in list(self.requests):
+            self.end(context, keys)
+        for _ in range(12):
+            self.clock.now_s += 1.0
+            self.end_jobs()
+            self.step()
+        stats = self.manager.stats()
+        assert (stats.num_referenced, stats.num_pending) == (0, 0)
+        assert len(self.manager.prepare_store([b"%d" % i for i in range(NUM_BLOCKS)]).keys_to_store) == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "write_back", "write_through_selective"])
+def test_random_faults_leave_nothing_behind(write_policy):
+    num_loads = 0
+    for seed in range(40):
+        draw, world = random.Random(seed), World(write_policy=write_policy)
+        for _ in range(400):
+            world.act(draw)
+        world.check_nothing_is_left()
+        num_loads += world.manager.stats().promoted_loads
+    assert num_loads > 100
+
+
+def test_slot_of_two_hung_writes_stays_withheld():
+    world = World()
+    world.store([b"a"])
+    world.clock.now_s += 3.0
+    world.step()
+    world.reset()
+    (first,), (second,) = (tier.pending for tier in world.tiers)
+    assert first.block_ids == second.block_ids
+    for tier, job, num_free in ((world.tiers[0], first, NUM_BLOCKS - 1), (world.tiers[1], second, NUM_BLOCKS)):
+        assert world.manager.stats().num_free == NUM_BLOCKS - 1
+        tier.end(job)
+        world.step()
+        assert world.manager.stats().num_free == num_free
+
+
+def test_block_that_arrives_too_late_is_not_held():
+    world = World()
+    world.tiers[0].submit_store(-1, [b"a"], [0])
+    world.host[0] = np.frombuffer(world.content(b"a"), np.uint8)
+    world.end_jobs()
+    world.step()
+    context = ReqContext()
+    assert world.manager.lookup([b"a"], context) is None
+    world.step()
+    world.clock.now_s += 4.0
+    world.step()
+    assert world.manager.lookup([b"a"], context) == 0
+    world.end_jobs()
+    world.step()
+    assert world.manager.lookup([b"a"], context) == 1
+    world.end_jobs()
+    world.step()
+    assert world.manager.stats().num_referenced == 0
+
+
+def test_tier_that_refuses_stores_keeps_no_reference():
+    world = World()
+    for tier in world.tiers:
+        tier.refuses = True
+    world.store(PROMPTS[0])
+    assert world.manager.stats().num_referenced == 0
+    assert [stats.dropped_blocks for stats in world.manager.tier_stats()] == [4, 4]
+
+
+def test_failed_load_frees_its_blocks():
+    world = World()
+    world.tiers[0].submit_store(-1, [b"a", b"b"], [0, 0])
+    world.end_jobs()
+    world.step()
+    context = ReqContext()
+    world.manager.lookup([b"a", b"b"], context)
+    world.step()
+    world.end_jobs("broken")
+    world.step()
+    assert world.manager.lookup([b"a", b"b"], context) == 0
+    assert world.manager.stats().num_free == NUM_BLOCKS
+
+
+def test_blocks_are_offered_once_and_only_if_committed():
+    world = World()
+    world.manager.prepare_store([b"a", b"b", b"c"])
+    world.manager.complete_store([b"a"])
+    world.end_jobs()
+    world.step()
+    # Not again a block that is ready already, nor one that was never reserved or failed.
+    world.manager.complete_store([b"a", b"b", b"never"])
+    world.manager.complete_store([b"c"], success=False)
+    assert [job.keys for tier in world.tiers for job in tier.pending] == [[b"b"], [b"b"]]
+    world.end_jobs()
+    world.step()
+    stats = world.manager.tier_stats()
+    assert [(tier.written_blocks, tier.dropped_blocks, tier.num_backlog) for tier in stats] == [(2, 0, 0)] * 2
+
+
+def test_eviction_for_promotion_drops_unwritten_blocks():
+    world = World(write_policy="write_back")
+    world.store([b"%d" % i for i in range(NUM_BLOCKS)])
+    world.tiers[0].refuses = world.tiers[1].refuses = True
+    ManualTier.submit_store(world.tiers[0], -1, [b"a"], [0])
+    world.tiers[0].in_use[-1] = []
+    world.tiers[0].end(world.tiers[0].pending[-1])
+    world.manager.lookup([b"a"], ReqContext())
+    before = world.manager.tier_stats()[0].dropped_blocks
+    world.tiers[0].refuses = False
+    world.step()
+    assert [job.is_load for job in world.tiers[0].pending][-1:] == [True]
+    assert world.manager.tier_stats()[0].dropped_blocks == before + 1
+
+
+def test_reset_drops_what_waits_for_tiers():
+    world = World()
+    world.tiers[0].submit_store(-1, [b"x"], [0])
+    world.end_jobs()
+    world.step()
+    world.manager.lookup([b"x"], ReqContext())
+    world.step()
+    world.store([b"%d" % i for i in range(6)])
+    world.manager.touch([b"0"], ReqContext())
+    told = []
+    world.tiers[0].touch = lambda *args: told.append(args)
+    world.reset()
+    assert [stats.num_backlog for stats in world.manager.tier_stats()] == [0, 0]
+    # A block of before that arrives during the reset is neither kept nor written.
+    (load,) = (job for job in world.tiers[0].pending if job.is_load)
+    world.tiers[0].end(load)
+    world.step()
+    assert [stats.num_backlog for stats in world.manager.tier_stats()] == [0, 0]
+    world.end_jobs()
+    world.step()
+    world.step()
+    assert told == []
+    assert list(world.manager.take_events()) == []
+    assert [stats.dropped_blocks for stats in world.manager.tier_stats()] == [0, 0]
+
+
+@pytest.mark.parametrize("error", ["", "broken"])
+def test_foreign_keys_of_a_report_are_ignored(error):
+    world = World()
+    world.store([b"a"])
+    list(world.manager.take_events())
+    (job,) = world.tiers[0].pending
+    report = TierResult(job.job_id, [b"a", b"x", b"a"], [b"y", b"z"], error=error)
+    world.tiers[0].get_finished = lambda: [report]
+    world.step()
+    world.tiers[0].get_finished = list
+    events = [(event.medium, event.removed, event.keys) for event in world.manager.take_events()]
+    assert events == [("UPPER", False, [b"a"])]
+    stats = world.manager.tier_stats()[0]
+    assert (stats.written_blocks, stats.dropped_blocks) == (1, 0)
+    assert not world.manager.controllers[0].backlog.missed
+
+
+def test_tier_whose_reset_failed_is_not_used():
+    world = World()
+    world.store(PROMPTS[0])
+    world.end_jobs()
+    world.step()
+    world.tiers[0].reset_fails = True
+    world.reset()
+    world.tiers[1].is_unknown = False
+    calls = []
+    for name in ("lookup", "submit_store", "submit_load"):
+        setattr(world.tiers[0], name, lambda *args: calls.append(args))
+    assert world.manager.lookup(PROMPTS[0], ReqContext()) == 0
+    world.store([b"x"])
+    for _ in range(3):
+        world.step()
+        world.clock.now_s += 1.0
+    assert calls == []
