@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from kvcache.transfer.worker import OffloadingWorker
 
 _LOG = logging.getLogger(__name__)
+_RANK = re.compile(r"[{](?:dp_)?rank[}]")
 _NEED_TIERS = ("lookup_deadline_s", "pool_folder", "pool_path", "prefill_tokens_per_s")
 
 
@@ -63,6 +65,19 @@ class TierSettings(Component):
     def describe(self) -> dict[str, Any]:
         own = Component.describe(self)
         return {"type": own.pop("type"), **asdict(self.config), **own}
+
+    def of_rank(self, rank: str | None) -> TierSettings:
+        """Return the settings of a data-parallel rank: ``{rank}`` and ``{dp_rank}`` in ``path`` are its number.
+
+        ValueError: the path has one of them, and `rank` is None, because the engine does not tell it.
+        """
+        path = getattr(self.options, "path", "")
+        if not _RANK.search(path):
+            return self
+        if rank is None:
+            raise ValueError(f"path of {self.cls.__name__}: only vLLM tells its data-parallel rank, got {path!r}")
+        placed: dict[str, Any] = {"path": _RANK.sub(rank, path)}
+        return replace(self, options=replace(self.options, **placed))
 
 
 def _parse_tiers(name: str, value: Any) -> tuple[TierSettings, ...]:
@@ -243,16 +258,19 @@ def trace_worker(settings: OffloadSettings, worker: OffloadingWorker, labels: Ma
 
 
 def open_tiers(
-    tiers: tuple[TierSettings, ...], host_blocks: HostBlocks, fingerprint: Mapping[str, Any]
+    tiers: tuple[TierSettings, ...],
+    host_blocks: HostBlocks,
+    fingerprint: Mapping[str, Any],
+    rank: str | None = None,
 ) -> list[tuple[Tier, TierConfig]]:
     """Open tiers over a pool. If one cannot be opened, the tiers before it are shut down.
 
-    `fingerprint` identifies the model and geometry of the blocks.
+    `fingerprint` identifies the model and geometry of the blocks, `rank` is that of the data-parallel engine.
     """
     with ExitStack() as undo:
         opened = []
         for settings in tiers:
-            tier = settings.make(host_blocks, fingerprint)
+            tier = settings.of_rank(rank).make(host_blocks, fingerprint)
             undo.callback(tier.shutdown)
             opened.append((tier, settings.config))
         undo.pop_all()
@@ -287,7 +305,8 @@ def open_manager(
 
     `enable_events` overrides the settings. With tiers, `shared` has the host blocks of all ranks, which the manager's
     `shutdown` closes, and `fingerprint` identifies their model and geometry. `block_bytes` are those of one offloaded
-    block over all workers, for metrics; 0: unknown, or those of `shared`.
+    block over all workers, for metrics; 0: unknown, or those of `shared`. ``rank`` in `labels` is the data-parallel
+    rank, also in the paths of tiers.
     """
     set_up_log()
     events = settings.enable_events if enable_events is None else enable_events
@@ -304,7 +323,7 @@ def open_manager(
             if shared is None:
                 raise ValueError("tiers need host blocks in shared memory, got shared=None")
             undo.callback(shared.close)
-            tiers = open_tiers(settings.tiers, shared.array, {} if fingerprint is None else fingerprint)
+            tiers = open_tiers(settings.tiers, shared.array, fingerprint or {}, (labels or {}).get("rank"))
             for tier, _ in tiers:
                 undo.callback(tier.shutdown)
             owner = _PoolOwner(

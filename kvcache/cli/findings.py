@@ -12,7 +12,7 @@ import resource
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,8 @@ def check_config(
         if is_vllm:
             placement = vllm.read_config(given)
         settings = OffloadSettings.parse_part(given) if placement is None else placement.settings
+        # vLLM numbers its data-parallel ranks from 0.
+        settings = replace(settings, tiers=tuple(tier.of_rank("0" if is_vllm else None) for tier in settings.tiers))
     except ValueError as error:
         return [*findings, *_faults(error)]
     if placement is not None:

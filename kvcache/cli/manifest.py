@@ -114,7 +114,7 @@ def _check_workload(workload: Mapping[str, Any], manifest: _Manifest) -> Iterato
         if settings.tiers:
             yield _check_shm(f"{subject}: shared memory", _volume(folder, container, workload), folder, pool_bytes)
         for tier in settings.tiers:
-            options = tier.options.arguments()
+            options = tier.of_rank("0").options.arguments()
             if "path" in options and "capacity" in options:
                 capacity_bytes = parse_size("capacity", options["capacity"])
                 volume = _volume(options["path"], container, workload)

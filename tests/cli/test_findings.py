@@ -200,3 +200,12 @@ def test_options_defaults_are_those_of_the_constructor(options, constructor):
     required = {name for name, default in declared.items() if default is dataclasses.MISSING}
     assert all(expected.pop(name) is inspect.Parameter.empty for name in required)
     assert {name: default for name, default in declared.items() if name not in required} == expected
+
+
+def test_check_rank_in_path_needs_vllm(tmp_path):
+    entry = disk(tmp_path / "kv{dp_rank}")
+    assert "only vLLM tells its data-parallel rank" in text_of(check_config(tiered(entry)), "error")
+    vllm_config = {"cpu_bytes_to_use": "64MiB", "tiers": [entry]}
+    shown = text_of(check_config(vllm_config, is_vllm=True), "ok")
+    assert "are needed below" in shown
+    assert f"{tmp_path / 'kv0'}" in shown

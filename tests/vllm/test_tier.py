@@ -280,6 +280,11 @@ def test_tier_bound_equal_to_default_is_kept(make, disk, hang):
     engine.settle()
 
 
+def test_tier_path_names_data_parallel_rank(make, disk, tmp_path):
+    make({**disk(), "path": str(tmp_path / "kv{dp_rank}")})
+    assert (tmp_path / "kv0").is_dir()
+
+
 def test_tier_overdue_job_pauses_the_tier_until_it_ends(make, disk, hang):
     engine = make(disk(deadline_s=5))
     engine.store(keys(0, 1))

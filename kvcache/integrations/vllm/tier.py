@@ -102,7 +102,8 @@ class KVCacheTier(SecondaryTierManager):
         max_store_blocks = max(1, num_chunks // 2) if own.max_store_blocks is None else own.max_store_blocks
         settings = replace(settings, config=replace(settings.config, max_store_blocks=max_store_blocks))
         identity = chunk_fingerprint(offloading_spec, engine_config())
-        tier, self._config = open_tiers((settings,), host_blocks, identity)[0]
+        rank = str(offloading_spec.config.parallel.data_parallel_index)
+        tier, self._config = open_tiers((settings,), host_blocks, identity, rank)[0]
         # vLLM has reserved the host blocks of every load, so only stores are bounded.
         budget = HostBudget(2 * num_chunks)
         self._controller = TierController(tier, self._config, 2 * num_chunks, 1, budget)

@@ -58,7 +58,9 @@ class DiskOptions(Options):
 
     where: ClassVar[str] = "a disk tier"
 
-    path: str = option(parse_text, when="always: the tier's directory, made if it is missing")
+    path: str = option(
+        parse_text, when="always: the tier's directory; under vLLM `{dp_rank}` in it is the data-parallel rank"
+    )
     capacity: int = option(parse_size, when="always: bytes on disk at most, metadata included")
     cache_policy: str | type = option(parse_policy, "lru", when="another policy hits more in a tier of this size")
     read_only: bool = option(parse_flag, False, when="the tier serves what the directory holds and must not change it")
