@@ -16,6 +16,8 @@ SocketOption = Annotated[
     typer.Option(help="Status socket of the engine; left out: the only one of this user.", show_default=False),
 ]
 
+_BREAKER_WORDS = {"closed": "works", "open": "paused", "half_open": "failing: one job tries again"}
+
 
 def status(socket: SocketOption = None, json: common.JsonOption = None) -> None:
     """Show the counters and gauges of a running engine."""
@@ -86,6 +88,8 @@ def _flat(stats: dict[str, Any]) -> list[tuple[str, Any]]:
     for name, value in stats.items():
         if isinstance(value, dict) and "bounds" not in value:
             rows += _flat(value)
+        elif name in ("reads", "writes"):
+            rows.append((name, _BREAKER_WORDS.get(value, value)))
         elif value is not None:
             rows.append((name, value))
     return rows

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # An estimate takes seconds of an engine's CPU, and changes slowly.
 _WHAT_IF_S = 300.0
+# An estimate replays every use, so it counts what the device's own cache hits; "loaded" does not.
+_WHAT_IF_HEAD = "what if (* now): hits in host memory or on the device ('loaded': host alone)"
 
 
 def top(
@@ -111,7 +113,7 @@ class _Estimate:
 
 
 def view(address: str, history: History, what_if: WhatIf | None, fault: str = "") -> RenderableType:
-    """Return a screen: 20 lines of at most 80 columns for an engine with one tier, the least urgent last."""
+    """Return a screen: 21 lines of at most 80 columns for an engine with one tier, the least urgent last."""
     from rich.console import Group
     from rich.text import Text
 
@@ -122,7 +124,7 @@ def view(address: str, history: History, what_if: WhatIf | None, fault: str = ""
         lines.append(_line(f"not answering: {fault}", "bold red"))
     lines += [_hits(history), Text(), _media(history), Text(), _worst_calls(frame)]
     if what_if is not None:
-        lines += [Text(), _what_if(what_if)]
+        lines += [Text(), _line(_WHAT_IF_HEAD, ""), _what_if(what_if, _loaded_share(frame))]
     return Group(*lines)
 
 
@@ -214,14 +216,22 @@ def _worst_calls(frame: Frame) -> Text:
     return _line(f"worst calls: {named or 'none timed'}", "")
 
 
-def _what_if(found: WhatIf) -> Table:
-    names = [f"{one:,}{'*' * (one == found.num_blocks)}" for one in found.capacities]
-    table = _table("what if (* now): hits of", *names)
-    for policy, ratios in found.hit_ratios.items():
-        table.add_row(_foreign(f"{policy}{'*' * (policy == found.policy)}"), *[f"{ratio:.1%}" for ratio in ratios])
-    if found.policy not in (*found.hit_ratios, "None"):
-        table.add_row(_foreign(f"{found.policy}* (not estimated)"), *["-" for _ in found.capacities])
+def _what_if(what_if: WhatIf, loaded_share: float | None) -> Table:
+    """Return the estimates; the row of a policy that is not estimated has the share that it loaded."""
+    is_now = [num_blocks == what_if.num_blocks for num_blocks in what_if.capacities]
+    names = [f"{num_blocks:,}{'*' * now}" for num_blocks, now in zip(what_if.capacities, is_now, strict=True)]
+    table = _table("blocks", *names)
+    for policy, ratios in what_if.hit_ratios.items():
+        table.add_row(_foreign(f"{policy}{'*' * (policy == what_if.policy)}"), *[f"{ratio:.1%}" for ratio in ratios])
+    if what_if.policy not in (*what_if.hit_ratios, "None"):
+        cells = [_percent(loaded_share) if now else "-" for now in is_now]
+        table.add_row(_foreign(f"{what_if.policy}* (loaded)"), *cells)
     return table
+
+
+def _loaded_share(frame: Frame) -> float | None:
+    needed = frame.get("needed_blocks")
+    return frame.get("loaded_blocks") / needed if needed else None
 
 
 def _foreign(text: str) -> str:

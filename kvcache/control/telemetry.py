@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
-_MAX_LABEL_CHARS = 1024
+MAX_LABEL_CHARS = 1024
 Source = Callable[[], Iterable[Part]]
 """Returns the statistics of one component; called in any thread, and must not wait."""
 
@@ -172,10 +172,10 @@ class Telemetry:
 
 def _check_label(name: object, text: object) -> None:
     is_name = isinstance(name, str) and _LABEL_NAME.fullmatch(name) is not None and name != "le"
-    is_text = isinstance(text, str) and len(text) <= _MAX_LABEL_CHARS and text == text.encode(errors="replace").decode()
+    is_text = isinstance(text, str) and len(text) <= MAX_LABEL_CHARS and text == text.encode(errors="replace").decode()
     if not is_name or not is_text:
         raise ValueError(
-            f"a label must have a name such as 'engine' and a text of at most {_MAX_LABEL_CHARS} characters, got "
+            f"a label must have a name such as 'engine' and a text of at most {MAX_LABEL_CHARS} characters, got "
             f"{name!r:.80}: {text!r:.80}"
         )
 

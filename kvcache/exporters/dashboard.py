@@ -24,17 +24,35 @@ def series_names(prefix: str = PREFIX) -> set[str]:
     `prefix` is ``"kvcache_"``, or ``"vllm:kvcache_"`` under vLLM. The names of a counter end in ``_total``, those of a
     histogram in ``_bucket``, ``_sum`` and ``_count``.
     """
-    samples = _exported() if prefix == PREFIX else every_sample()
-    return {prefix + one.name + end for one in samples for end in _ENDS[one.kind]}
+    # vLLM has its own metrics of copies.
+    samples = _exported() if prefix == PREFIX else every_sample(with_transfers=False)
+    return {prefix + sample.name + end for sample in samples for end in _ENDS[sample.kind]}
 
 
 def dashboard(prefix: str = PREFIX) -> dict[str, Any]:
     """Return Grafana's JSON model of the dashboard, for import, with `prefix` as of `series_names`."""
     made: dict[str, Any] = json.loads(_read("dashboard.json", prefix))
     if prefix != PREFIX:
+        made["panels"] = _with_data(made["panels"], series_names(prefix))
         made["title"] = f"kvcache ({prefix.partition(':')[0]})"
         made["uid"] = re.sub(r"\W+", "-", prefix).strip("-_")
     return made
+
+
+def _with_data(panels: list[dict[str, Any]], names: set[str]) -> list[dict[str, Any]]:
+    """Return the panels that query a known series or an alert, without rows that are left empty."""
+    queries = {id(panel): " ".join(target["expr"] for target in panel.get("targets", ())) for panel in panels}
+    shown = [
+        panel
+        for panel in panels
+        if panel["type"] == "row"
+        or "ALERTS" in queries[id(panel)]
+        or names & set(re.findall(r"[\w:]+", queries[id(panel)]))
+    ]
+    following = [*shown[1:], {"type": "row"}]
+    return [
+        panel for panel, after in zip(shown, following, strict=True) if panel["type"] != "row" or after["type"] != "row"
+    ]
 
 
 def rules(prefix: str = PREFIX, docs_url: str | None = None) -> str:

@@ -45,7 +45,8 @@ def test_a_frame_from_the_socket_shows_media_tiers_and_the_what_if(telemetry, ru
     assert any(line.startswith("kvcache engine=0 rank=0 policy=arc") for line in lines)
     assert "loaded - - - 0.0% 0 blocks/s" in lines
     assert {"host 6 8 6 MiB 0 B 0 B 0", "MEMORY 6 32 6 MiB 0 B 0 B 0 works"} <= set(lines)
-    assert "what if (* now): hits of 2 4 8* 16 32 64" in lines
+    assert "what if (* now): hits in host memory or on the device ('loaded': host alone)" in lines
+    assert "blocks 2 4 8* 16 32 64" in lines
     assert any(line.startswith("arc*") for line in lines)
 
 
@@ -86,14 +87,15 @@ def test_an_engine_with_one_tier_fits_a_terminal_of_80_by_24():
     address = "/run/user/1000/kvcache-1000/status-1234567.sock " + "x" * 80
     labels = {"engine": "0", "rank": "0", "policy": "arc"}
     lines = shown(values | tier_values(0), what_if, address=address, labels=labels)
-    assert len(lines) == 20
+    assert len(lines) == 21
     assert [line for line in lines if "…" in line] == [lines[0]]  # the address alone
     assert " ".join(lines[10].split()) == "DISK 1,234,567 2,000,000 11.82 TiB 0 B 0 B 0 reads paused"
 
 
-def test_what_if_without_the_policy_in_use_shows_that_it_is_missing():
-    lines = shown({}, WhatIf("gittins", 4, [2, 4], {"lru": [0.5, 1.0]}))
-    assert [" ".join(line.split()) for line in lines[-2:]] == ["lru 50.0% 100.0%", "gittins* (not estimated) - -"]
+def test_what_if_of_other_policies_shows_actual_share():
+    values = {("needed_blocks", ()): 8.0, ("loaded_blocks", ()): 3.0}
+    lines = shown(values, WhatIf("gittins", 4, [2, 4], {"lru": [0.5, 1.0]}))
+    assert [" ".join(line.split()) for line in lines[-2:]] == ["lru 50.0% 100.0%", "gittins* (loaded) - 37.5%"]
 
 
 def test_tiers_of_one_medium_are_told_apart():
@@ -174,3 +176,11 @@ def test_vllms_names_are_read_alike():
     frame = parse_metrics('vllm:kvcache_loaded_blocks_total{engine="0",model_name="m"} 7\n', 1.0, "x")
     assert frame.get("loaded_blocks") == 7
     assert frame.labels == {"engine": "0", "model_name": "m"}
+
+
+def test_status_names_breakers_as_top_does(telemetry, run):
+    telemetry.exporters.append(StatusServer(telemetry))
+    code, out, _ = run("status")
+    assert code == 0
+    rows = {" ".join(line.split()) for line in out.splitlines()}
+    assert {"tier 0 MEMORY reads works", "tier 0 MEMORY writes works"} <= rows

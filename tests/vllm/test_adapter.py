@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import socket
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -345,3 +347,9 @@ def test_a_recorder_that_begins_after_the_adapter_sees_its_look_ups(tmp_path):
     recording = Recording(tmp_path / "run.kvlog")
     assert [record.op for record in recording].count(Op.STATUS) == 3
     assert replay_recording(recording).difference is None
+
+
+def test_labels_survive_a_restart():
+    parts = {"model": SimpleNamespace(name="org/model"), "parallel": SimpleNamespace(data_parallel_index=1)}
+    labels = KVCacheOffloadingSpec._labels(SimpleNamespace(config=SimpleNamespace(**parts)))
+    assert labels == {"engine": f"org/model@{socket.gethostname()}", "rank": "1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvcache.assembly.assemble import open_manager
+from kvcache.control.telemetry import MAX_LABEL_CHARS
 from kvcache.integrations.vllm.copies import Copies, EngineCopies, OwnCopies
 from kvcache.integrations.vllm.identity import engine_config
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
@@ -103,7 +105,9 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         return int(self.tokens_per_block[0] * self.blocks_per_chunk)
 
     def _labels(self) -> dict[str, str]:
-        return {"engine": str(self.config.engine_id), "rank": str(self.config.parallel.data_parallel_index)}
+        # The same after a restart, unlike vLLM's id of the engine: series go on.
+        engine = f"{self.config.model.name}@{socket.gethostname()}"[-MAX_LABEL_CHARS:]
+        return {"engine": engine, "rank": str(self.config.parallel.data_parallel_index)}
 
     def _make_manager(self) -> KVCacheOffloadingManager:
         shared, identity = self.copies.open_host_blocks(self._engine_config) if self.settings.tiers else (None, None)
