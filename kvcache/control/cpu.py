@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvcache.control.backend import Backend
 from kvcache.control.manager import OffloadingManager
@@ -123,11 +123,15 @@ class CPUOffloadingManager(PoolManager):
         deadlines return to normal priority.
     clock : callable
         Returns seconds of a monotonic clock. Read only after a request has given a retention hint.
+    group_windows : sequence of int or None, optional
+        Window of each KV-cache group in blocks (Mamba: 1), by group index; None for the one group without a window. Set
+        it for `gittins` when a model has several groups and a request's `prepare_store` names all its keys at once.
 
     Raises
     ------
     ValueError
-        A size is not a positive int, or the policy is unknown (the message lists the known policies).
+        A size is not a positive int, the policy is unknown (the message lists the known policies), a window is no int
+        >= 1, not exactly one group has no window, or the policy has no rule for several groups.
 
     Notes
     -----
@@ -147,6 +151,7 @@ class CPUOffloadingManager(PoolManager):
         what_if: bool | int = False,
         retention_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
+        group_windows: Sequence[int | None] | None = None,
     ) -> None:
         super().__init__(
             num_blocks,
@@ -159,4 +164,5 @@ class CPUOffloadingManager(PoolManager):
             retention_share=retention_share,
             clock=clock,
             observer=sampler_for(what_if, num_blocks),
+            group_windows=group_windows,
         )

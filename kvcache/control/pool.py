@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +33,27 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 MAX_BLOCKS = 1 << 30
+MOST_KEY_GROUPS = 64
 Keys = Iterable[bytes]
 
 
 def _inner(path: str, doc: str) -> Any:
     """Return a property that reads an attribute of a part of its object."""
     return property(attrgetter(path), doc=doc)
+
+
+def _checked_windows(group_windows: Any) -> list[int | None]:
+    """Return the windows of KV-cache groups as a list of ints >= 1, and None for the one group without a window."""
+    if isinstance(group_windows, str | bytes) or not isinstance(group_windows, Sequence):
+        raise ValueError(f"group_windows must be a list such as [null, 1], got {group_windows!r}")
+    for window in group_windows:
+        if window is not None:
+            check_int("a window of group_windows", window)
+    if list(group_windows).count(None) != 1:
+        raise ValueError(f"exactly one group of group_windows must have no window (null), got {group_windows!r}")
+    if len(group_windows) > MOST_KEY_GROUPS:
+        raise ValueError(f"group_windows must name at most {MOST_KEY_GROUPS} groups, got {len(group_windows)}")
+    return list(group_windows)
 
 
 class BlockPool:
@@ -68,6 +83,8 @@ class BlockPool:
         Returns seconds of a monotonic clock. Read only after a request has given a retention hint.
     observer : Sampler, optional
         Called with the keys that are used.
+    group_windows : sequence of int or None, optional
+        Window of each KV-cache group in blocks, None for the group without a window.
 
     Attributes
     ----------
@@ -102,6 +119,7 @@ class BlockPool:
         retention_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
         observer: Sampler | None = None,
+        group_windows: Sequence[int | None] | None = None,
     ) -> None:
         check_int("block_size", block_size)
         if check_int("num_blocks", num_blocks) >= MAX_BLOCKS:
@@ -123,7 +141,7 @@ class BlockPool:
             "retention_share": retention_share,
             "backend": backend,
         }
-        self._cache = self._make_cache(cache_policy, backend)
+        self._cache = self._make_cache(cache_policy, backend, group_windows)
         self._admission: ReuseFilter | None = None
         if store_threshold > 1:
             self._admission = ReuseFilter(store_threshold, max_tracker_size)
@@ -152,8 +170,19 @@ class BlockPool:
         self.failed_blocks = 0
         self._missed_blocks = 0
 
-    def _make_cache(self, cache_policy: str | type, backend: Backend | None) -> BlockCacheOps:
-        policy: CachePolicy = POLICIES.resolve(cache_policy)(self.num_blocks)
+    def _make_cache(
+        self, cache_policy: str | type, backend: Backend | None, group_windows: Sequence[int | None] | None
+    ) -> BlockCacheOps:
+        policy_type = POLICIES.resolve(cache_policy)
+        windows = [None] if group_windows is None else _checked_windows(group_windows)
+        if len(windows) > 1:
+            if policy_type.group_policy is None or backend is not None:
+                where = "a custom backend" if backend is not None else f"the policy {policy_type.__name__}"
+                raise ValueError(f"{where} has no rule for several KV-cache groups; leave out group_windows={windows}")
+            policy_type = POLICIES.resolve(policy_type.group_policy)
+        policy: CachePolicy = policy_type(self.num_blocks)
+        if len(windows) > 1:
+            policy.set_group_windows(windows)  # type: ignore[attr-defined]
         if backend is None:
             native = policy.native(self.num_blocks)
             if native is not None:

@@ -534,6 +534,8 @@ cdef class BlockCache:
             if may_decline:
                 num_taken = self.policy.on_offer(
                     names, batch.picked_places, num_new, num_offered, place, batch.victims, &num_victims)
+                if self.policy.takes_any:
+                    _keep_taken(names, batch, num_new)
             elif needed:
                 self.policy.choose_victims(needed, batch.victims)
             self._release(batch.victims, num_victims, evicted)
@@ -707,6 +709,17 @@ cdef void _attach_behind(BlockTable table, const int32_t* rows, Py_ssize_t n, in
         else:
             attach(table, row)
         younger = row
+
+
+cdef void _keep_taken(RequestKeys names, Batch batch, Py_ssize_t n) noexcept nogil:
+    """Reduce the picked keys to those that the policy takes, in the order offered."""
+    cdef Py_ssize_t i, num_taken = 0
+    for i in range(n):
+        if names.uses[batch.picked_places[i]].is_taken:
+            names.uses[batch.picked_places[i]].is_taken = False
+            batch.picked[num_taken] = batch.picked[i]
+            batch.picked_places[num_taken] = batch.picked_places[i]
+            num_taken += 1
 
 
 cdef int32_t _next_use_of(next_use) except -1:

@@ -21,6 +21,7 @@ cdef extern from "index.h" nogil:
         const Bucket* buckets, uint32_t num_buckets, uint64_t hash, Probe* probe) noexcept
     int32_t index_next "kv_index_next"(
         const Bucket* buckets, uint32_t num_buckets, uint64_t hash, Probe* probe) noexcept
+    uint64_t kv_hash_bytes(const char* at, uint64_t size, const uint64_t* secret) noexcept
     void index_add "kv_index_add"(Bucket* buckets, const Probe* probe, uint64_t hash, int32_t row) noexcept
     void index_delete "kv_index_delete"(Bucket* buckets, uint32_t num_buckets, uint64_t hash, int32_t row) noexcept
 
@@ -47,6 +48,10 @@ cdef uint64_t[4] secret
 
 cdef inline uint64_t hash_of(PyObject* key) noexcept nogil:
     return kv_hash(key, secret)
+
+
+cdef inline uint64_t hash_of_bytes(const char* at, Py_ssize_t size) noexcept nogil:
+    return kv_hash_bytes(at, size, secret)
 
 
 cdef inline uint32_t buckets_for(Py_ssize_t n) noexcept nogil:

@@ -27,6 +27,7 @@ cdef extern from *:
 cdef class ReplacementPolicy:
     cdef BlockTable table       # created by the subclass in __cinit__, with its number of lists
     cdef int64_t now_ns         # the time last set by the cache
+    cdef bint takes_any         # whether `on_offer` marks the keys that it takes, instead of taking leading ones
     cdef bint tracks_uses       # whether requests keep `KeyUse` and the last group of hooks is called
 
     # Required hooks.
@@ -68,7 +69,7 @@ cdef class ReplacementPolicy:
         self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil
     # Return how many leading keys of `n` absent ones, at `places` of `request`, to store. Write the rows to evict to
     # `victims`. The call offered `num_offered` distinct keys, the last one at `last_place`. Such a store is never
-    # refused.
+    # refused. With `takes_any`, the keys are those whose `KeyUse.is_taken` is set, and the cache clears it.
     cdef Py_ssize_t on_offer(
         self, RequestKeys request, const Py_ssize_t* places, Py_ssize_t n, Py_ssize_t num_offered,
         Py_ssize_t last_place, int32_t* victims, Py_ssize_t* num_victims) noexcept nogil

@@ -70,6 +70,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
 
     declines = False
     reads_clock = False
+    group_policy = None
 
     def __cinit__(self, cache_capacity):
         self.batch = Batch()

@@ -134,6 +134,9 @@ class CachePolicy(ABC):
     reads_clock: ClassVar[bool] = False
     """Whether the manager sets `now_ms`, a time in milliseconds, before the first use that a request counts."""
 
+    group_policy: ClassVar[str | None] = None
+    """The policy that replaces it for models with several KV-cache groups; it has `set_group_windows`."""
+
     stores_all: bool = False
     """Set by a manager with tiers below: `make_room` must take every key for which blocks can leave."""
 

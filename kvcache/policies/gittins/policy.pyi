@@ -1,8 +1,8 @@
-from typing import final
+from typing_extensions import disjoint_base
 
 from kvcache.core.policy_adapter import PolicyAdapter
 
-@final
+@disjoint_base
 class GittinsCachePolicy(PolicyAdapter):
     now_ms: int
     stores_all: bool

@@ -16,8 +16,7 @@ from kvcache.core.policy_adapter cimport PolicyAdapter
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport NORMAL, BlockTable, count_rows, may_leave, ref_of
 from kvcache.policies.gittins.groups cimport (
-    HOLDERS, MOST_GROUPS, AgedGroups, Cohort, Group, add_known, class_of, leave_group, lowest_bit,
-    reserve_groups,
+    HOLDERS, AgedGroups, Cohort, Group, add_known, class_of, count_listed, leave_group, lowest_bit, reserve_groups,
 )
 from kvcache.policies.gittins.values cimport (
     CLASSES_PER_HINT, FIRST_SHARED, NUM_BINS, NUM_SHARED, ValueTable, count_hits,
@@ -33,65 +32,12 @@ cdef enum:
     WIDELY_SHARED = 2           # a key is widely shared from this sharing on
     TOUCHES_PER_TABLE = 64
     MOST_PASSED = 2048          # groups with a protected tail that one store skips
-    SHARING_SHIFT = 27          # bit offset in a label; MOST_GROUPS = 1 << SHARING_SHIFT
     SPARE_KEYS = 4096           # two keys per key of the longest request, and one in SPARE_SHARE of the capacity,
     SPARE_SHARE = 2             # may be remembered for a while: growing the memory would take milliseconds
     AHEAD = 8                   # ghosts prefetched ahead of their use
     PASSING_SHARE = 20          # one in so many blocks may be passing
 
-cdef enum:
-    # The lists of the table.
-    GROUPED = 0
-    PASSING = 1
 
-# A group that a request has made, and its serial then. Another serial: the group was freed.
-cdef struct MadeGroup:
-    int32_t group           # 0: none
-    uint32_t serial
-
-# State of a request, in the memory that RequestKeys keeps for a policy.
-cdef struct RequestState:
-    uint64_t era            # of the policy when the request was first seen; another one: the policy was reset
-    int32_t num_leading     # leading known keys
-    bint continues          # it continues an older request
-    bint all_known          # all its keys so far were known
-    MadeGroup[CLASSES_PER_HINT] groups      # by class without the hint
-
-# Neighbouring keys mostly leave the same group and join the same group: such a run is counted at its end.
-cdef struct Leaving:
-    int32_t group           # 0: none
-    int32_t num_keys
-    int32_t num_shared      # widely shared keys among them
-
-cdef struct Joining:
-    int32_t group           # 0: none
-    int32_t num_keys
-    int32_t cls
-
-# State of a known key: its group, and in the upper four bits its sharing. Sharing is the rounded logarithm of the
-# number of new sessions (requests that continue no older one) that used the key. Zero in an array of labels: no label.
-ctypedef int32_t Label
-
-# A resident key, by its row. The table keeps no queues for this policy. `prev` and `next` of a row link the resident
-# members of a group in path order, and its stamp holds a Place.
-cdef struct Member:
-    uint32_t kids           # resident keys with this parent
-    uint32_t parent_tag     # lower half of its hash
-
-cdef struct Place:
-    Label label
-    int32_t parent          # row when the key was stored, 0: none
-
-
-cdef inline int32_t group_in(Label label) noexcept nogil:
-    return label & (MOST_GROUPS - 1)
-
-
-cdef inline int sharing_in(Label label) noexcept nogil:
-    return label >> SHARING_SHIFT
-
-
-@cython.final
 cdef class GittinsCachePolicy(PolicyAdapter):
     """GittinsCachePolicy(cache_capacity)
 
@@ -114,24 +60,10 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     """
 
     reads_clock = True
-
-    cdef Member* members                # [num_rows]
-    cdef ValueTable values
-    cdef AgedGroups aged                # the groups of all known keys
-    cdef GhostList memory               # remembered keys, each with its label
-    cdef int32_t* found                 # [call_size]: remembered keys of one call
-    cdef Py_ssize_t call_size
-    cdef int64_t start_ms
-    cdef uint64_t era
-    cdef public bint stores_all
-    cdef int32_t passing_first          # passing rows, oldest first; 0: none
-    cdef int32_t passing_last
-    cdef Py_ssize_t num_grouped         # the first `num_grouped` keys that `on_offer` accepted enter their groups
-    cdef readonly uint64_t touches
-    cdef readonly uint64_t num_passed           # groups skipped because of a protected tail, since the start
+    group_policy = "kvcache.policies.gittins.units:UnitGittinsPolicy"
 
     def __cinit__(self, cache_capacity):
-        self.table = BlockTable(cache_capacity, 2, keeps_queues=False)
+        self.table = BlockTable(cache_capacity, NUM_LISTS, keeps_queues=False)
         self.tracks_uses = True
         self.members = <Member*> zeroed(self.table.num_rows * sizeof(Member))
         if self.members == NULL:
@@ -235,6 +167,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self.passing_first = row
         else:
             self.aged.link_holder(group_in(label))
+        if list_idx == GROUPED:
+            count_listed(self.aged, group_in(label), 1)
         self._place_of(row).label = label
         self.table.rows[row].list_idx = list_idx
         self.table.rows[row].prev = tail[0]
@@ -255,8 +189,10 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 self.passing_first = next
             if next == 0:
                 self.passing_last = prev
-        elif next == 0:
-            group = group_in(self._place_of(row).label)
+            return
+        group = group_in(self._place_of(row).label)
+        count_listed(self.aged, group, -1)
+        if next == 0:
             if prev == 0:
                 self.aged.unlink_holder(group)
             self.aged.groups[group].tail = prev
@@ -304,6 +240,14 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef void on_request_use(
         self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n
     ) noexcept nogil:
+        self._use_keys(request, rows, hashes, request.used + (request.num_seen - n), n,
+                       <int32_t> (request.num_positions if request.num_positions else n))
+
+    cdef void _use_keys(
+        self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, const int32_t* places, Py_ssize_t n,
+        int32_t length
+    ) noexcept nogil:
+        """Count one use of `n` keys of a request of `length` keys."""
         cdef RequestState* state
         self._trim()
         self._read_time()
@@ -313,7 +257,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self._take_up_hint(request.next_use)
         self._find_absent(rows, hashes, n, self.found)
         self._see_prefix(state, rows, n)
-        self._move_keys(request, state, rows, hashes, n)
+        self._move_keys(request, state, rows, hashes, places, n, length)
 
     cdef inline RequestState* _state_of(self, RequestKeys request) noexcept nogil:
         return <RequestState*> request.policy_state
@@ -346,11 +290,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             state.continues = state.num_leading + 1 >= self.aged.groups[group].length
 
     cdef void _move_keys(
-        self, RequestKeys request, RequestState* state, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n
+        self, RequestKeys request, RequestState* state, const int32_t* rows, const uint64_t* hashes,
+        const int32_t* places, Py_ssize_t n, int32_t length
     ) noexcept nogil:
         """Move each key from its group to the request's group of its class."""
-        cdef Py_ssize_t i, first = request.num_seen - n
-        cdef int32_t place, cls, length = <int32_t> (request.num_positions if request.num_positions else n)
+        cdef Py_ssize_t i
+        cdef int32_t cls
         cdef int sharing, num_widened = 0 if state.continues else self._num_widened()
         cdef bint splits = self.values.splits_shared and request.next_use == 0
         cdef int64_t lowest = self._lowest_value() if self.passing_first != 0 else 0
@@ -363,7 +308,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         memset(&joining, 0, sizeof(joining))
         memset(shared, 0, sizeof(shared))
         for i in range(n):
-            place = request.used[first + i]
             label = self._leave(rows[i], self.found[i], &leaving)
             sharing = sharing_in(label)
             sharing += label != 0 and sharing < num_widened
@@ -371,13 +315,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 cls = (sharing - 1) >> 2
                 self._join(&joining, &shared[cls], FIRST_SHARED + cls, length)
             else:
-                cls = 4 * state.continues + 2 * (not self._is_last(request, place, i == n - 1)) + (label != 0)
+                cls = 4 * state.continues + 2 * (not self._is_last(request, places[i], i == n - 1)) + (label != 0)
                 self._join(&joining, &state.groups[cls], request.next_use * CLASSES_PER_HINT + cls, length)
             label = joining.group | sharing << SHARING_SHIFT
             if rows[i] != 0:
                 self._label_row(rows[i], label, lowest)
             else:
-                request.uses[place].note = self._label_ghost(self.found[i], hashes[i], label)
+                request.uses[places[i]].note = self._label_ghost(self.found[i], hashes[i], label)
         add_known(self.aged, joining.group, joining.num_keys)
         self._count_hits(&leaving)
 
@@ -686,8 +630,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self._unlink(row)
         self._leave_parent(row)
 
-    cdef void _leave_parent(self, int32_t row) noexcept nogil:
-        """Remove a child from its parent, if the parent is resident."""
+    cdef int32_t _leave_parent(self, int32_t row) noexcept nogil:
+        """Remove a child from its parent, if the parent is resident. Return the parent's row, or 0."""
+        cdef int32_t parent = self._parent_of(row)
+        if parent != 0 and self.members[parent].kids > 0:
+            self.members[parent].kids -= 1
+            return parent
+        return 0
+
+    cdef int32_t _parent_of(self, int32_t row) noexcept nogil:
+        """Return the row of a row's parent, or 0."""
         cdef uint32_t tag = self.members[row].parent_tag
         cdef int32_t parent = self._place_of(row).parent
         cdef Probe probe
@@ -695,8 +647,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             # A failed store removed the parent. It may have been stored again in another row. A wrong block with the
             # same tag counts one child too few.
             parent = index_first(self.table.buckets, self.table.num_buckets, tag, &probe)
-        if parent != 0 and self.members[parent].kids > 0:
-            self.members[parent].kids -= 1
+        return parent
 
     cdef void on_admit(
         self, RequestKeys names, const Py_ssize_t* places, const int32_t* rows, Py_ssize_t n
@@ -814,6 +765,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 row = rows[row].prev
             if group == 0 and first != self.passing_first:
                 raise BlockStateError(f"invariant broken: the oldest passing row is {first}, not {self.passing_first}")
+        num_resident += self._check_unlisted(known, kids)
         if num_resident != self.table.num_resident:
             raise BlockStateError(
                 f"invariant broken: {num_resident} members are resident, {self.table.num_resident} rows")
@@ -833,6 +785,11 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         for group in known:
             if known[group] != 0:
                 raise BlockStateError(f"invariant broken: group {group} counts {known[group]} members too many")
+        return 0
+
+
+    cdef Py_ssize_t _check_unlisted(self, dict known, dict kids) except -1:
+        """Check the rows that are in no group's list, and return their number."""
         return 0
 
 

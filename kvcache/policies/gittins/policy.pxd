@@ -1,0 +1,171 @@
+cimport cython
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+from kvcache.core.ghosts cimport GhostList
+from kvcache.core.policy_adapter cimport PolicyAdapter
+from kvcache.core.request_keys cimport RequestKeys
+from kvcache.policies.gittins.groups cimport MOST_GROUPS, AgedGroups
+from kvcache.policies.gittins.values cimport CLASSES_PER_HINT, ValueTable
+
+cdef enum:
+    SHARING_SHIFT = 27          # bit offset in a label; MOST_GROUPS = 1 << SHARING_SHIFT
+
+cdef enum:
+    # The lists of the table.
+    GROUPED = 0
+    PASSING = 1
+    QUEUED = 2                  # with several KV-cache groups: blocks that leave first,
+    WINDOWED = 3                # and needed blocks of groups with a window
+    NUM_LISTS = 4
+
+# A group that a request has made, and its serial then. Another serial: the group was freed.
+cdef struct MadeGroup:
+    int32_t group           # 0: none
+    uint32_t serial
+
+# State of a request, in the memory that RequestKeys keeps for a policy.
+cdef struct RequestState:
+    uint64_t era            # of the policy when the request was first seen; another one: the policy was reset
+    int32_t num_leading     # leading known keys
+    bint continues          # it continues an older request
+    bint all_known          # all its keys so far were known
+    MadeGroup[CLASSES_PER_HINT] groups      # by class without the hint
+
+# Neighbouring keys mostly leave the same group and join the same group: such a run is counted at its end.
+cdef struct Leaving:
+    int32_t group           # 0: none
+    int32_t num_keys
+    int32_t num_shared      # widely shared keys among them
+
+cdef struct Joining:
+    int32_t group           # 0: none
+    int32_t num_keys
+    int32_t cls
+
+# State of a known key: its group, and in the upper four bits its sharing. Sharing is the rounded logarithm of the
+# number of new sessions (requests that continue no older one) that used the key. Zero in an array of labels: no label.
+ctypedef int32_t Label
+
+# A resident key, by its row. The table keeps no queues for this policy. `prev` and `next` of a row link the resident
+# members of a group in path order, and its stamp holds a Place.
+cdef struct Member:
+    uint32_t kids           # resident keys with this parent
+    uint32_t parent_tag     # lower half of its hash
+
+cdef struct Place:
+    Label label
+    int32_t parent          # row when the key was stored, 0: none
+
+
+cdef inline int32_t group_in(Label label) noexcept nogil:
+    return label & (MOST_GROUPS - 1)
+
+
+cdef inline int sharing_in(Label label) noexcept nogil:
+    return label >> SHARING_SHIFT
+
+
+cdef class GittinsCachePolicy(PolicyAdapter):
+    cdef Member* members                # [num_rows]
+    cdef ValueTable values
+    cdef AgedGroups aged                # the groups of all known keys
+    cdef GhostList memory               # remembered keys, each with its label
+    cdef int32_t* found                 # [call_size]: remembered keys of one call
+    cdef Py_ssize_t call_size
+    cdef int64_t start_ms
+    cdef uint64_t era
+    cdef public bint stores_all
+    cdef int32_t passing_first          # passing rows, oldest first; 0: none
+    cdef int32_t passing_last
+    cdef Py_ssize_t num_grouped         # the first `num_grouped` keys that `on_offer` accepted enter their groups
+    cdef readonly uint64_t touches
+    cdef readonly uint64_t num_passed           # groups skipped because of a protected tail, since the start
+
+    # Final methods are called directly within `policy.pyx`, and are inlined there.
+    @cython.final
+    cdef void _trim(self) noexcept nogil
+    @cython.final
+    cdef int32_t _remember(self, uint64_t hash, Label label) noexcept nogil
+    @cython.final
+    cdef Label _forget(self, int32_t ghost) noexcept nogil
+    @cython.final
+    cdef Place* _place_of(self, int32_t row) noexcept nogil
+    @cython.final
+    cdef void _append(self, Label label, int32_t row, int32_t list_idx) noexcept nogil
+    @cython.final
+    cdef void _unlink(self, int32_t row) noexcept nogil
+    @cython.final
+    cdef Label _label_of(self, int32_t row, int32_t ghost) noexcept nogil
+    @cython.final
+    cdef void _find_absent(
+        self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t* ghosts) noexcept nogil
+    @cython.final
+    cdef int64_t _lowest_value(self) noexcept nogil
+    @cython.final
+    cdef int32_t _group_to_join(self, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil
+    @cython.final
+    cdef int32_t _join_group(self, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil
+    @cython.final
+    cdef RequestState* _state_of(self, RequestKeys request) noexcept nogil
+    @cython.final
+    cdef RequestState* _open_state(self, RequestKeys request) noexcept nogil
+    @cython.final
+    cdef void _see_prefix(self, RequestState* state, const int32_t* rows, Py_ssize_t n) noexcept nogil
+    @cython.final
+    cdef void _move_keys(
+        self, RequestKeys request, RequestState* state, const int32_t* rows, const uint64_t* hashes,
+        const int32_t* places, Py_ssize_t n, int32_t length) noexcept nogil
+    @cython.final
+    cdef void _use_keys(
+        self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, const int32_t* places, Py_ssize_t n,
+        int32_t length) noexcept nogil
+    @cython.final
+    cdef Label _leave(self, int32_t row, int32_t ghost, Leaving* leaving) noexcept nogil
+    @cython.final
+    cdef void _join(self, Joining* joining, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil
+    @cython.final
+    cdef void _label_row(self, int32_t row, Label label, int64_t lowest) noexcept nogil
+    @cython.final
+    cdef int32_t _label_ghost(self, int32_t ghost, uint64_t hash, Label label) noexcept nogil
+    @cython.final
+    cdef void _take_up_hint(self, int32_t hint) noexcept nogil
+    @cython.final
+    cdef bint _is_last(self, RequestKeys request, int32_t place, bint is_last_of_call) noexcept nogil
+    @cython.final
+    cdef int _num_widened(self) noexcept nogil
+    @cython.final
+    cdef void _count_hits(self, const Leaving* leaving) noexcept nogil
+    @cython.final
+    cdef void _read_time(self) noexcept nogil
+    @cython.final
+    cdef int32_t _ghost_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil
+    @cython.final
+    cdef Py_ssize_t _without_holes(self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n) noexcept nogil
+    @cython.final
+    cdef Py_ssize_t _make_way(
+        self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_move, bint is_whole,
+        int32_t* victims) noexcept nogil
+    @cython.final
+    cdef Py_ssize_t _choose_passing(
+        self, RequestKeys names, Py_ssize_t n, bint is_whole, int32_t* victims) noexcept nogil
+    @cython.final
+    cdef Py_ssize_t _choose(
+        self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_whole, bint by_worth,
+        int32_t* victims) noexcept nogil
+    @cython.final
+    cdef int64_t _worth_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil
+    @cython.final
+    cdef void _evict(self, int32_t tail) noexcept nogil
+    @cython.final
+    cdef void _remember_rows(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
+    @cython.final
+    cdef bint _may_leave(self, RequestKeys names, int32_t row, bint is_whole) noexcept nogil
+    @cython.final
+    cdef void _detach_row(self, int32_t row) noexcept nogil
+    @cython.final
+    cdef int32_t _leave_parent(self, int32_t row) noexcept nogil
+    @cython.final
+    cdef int32_t _parent_of(self, int32_t row) noexcept nogil
+    @cython.final
+    cdef void _set_parent(self, int32_t row, int32_t parent) noexcept nogil
+    cdef Py_ssize_t _check_unlisted(self, dict known, dict kids) except -1
