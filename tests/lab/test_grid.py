@@ -16,6 +16,7 @@ from kvcache.lab.simulate.cells import OPTIMUM, Job, Plan, run_job
 from kvcache.lab.simulate.grid import Cell, Grid, run_grid
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.compact import CompactTrace
+from kvcache.lab.traces.keys import KeyMaker
 from kvcache.lab.traces.requests import Request
 from kvcache.lab.traces.trace import Trace
 from kvcache.registry import POLICIES
@@ -156,6 +157,18 @@ def chart():
         for blocks, hits in zip((1000, 5000, 100_000), line, strict=True)
     ]
     return plot.Chart("chats & more", cells, Cell("min", None, 5, 1000, 0, 0.0, 100, 55, 0.55), 65536, "5 requests")
+
+
+@pytest.mark.parametrize("split", [1, 3])
+def test_keys_of_many_requests_equal_those_of_each(split):
+    make_keys = KeyMaker(split)
+    requests = [Request(np.arange(i, i + i % 50, dtype=np.int64), 1, 0, 0.0) for i in range(500)]
+    keyed = list(make_keys.keyed(enumerate(requests)))
+    assert [(gap, request.hash_ids.tolist()) for gap, request, _ in keyed] == [
+        (i, request.hash_ids.tolist()) for i, request in enumerate(requests)
+    ]
+    assert [keys for *_, keys in keyed] == [make_keys(request.hash_ids) for request in requests]
+    assert list(make_keys.keyed([])) == []
 
 
 def test_colour_of_a_policy_is_the_same_in_every_plot():

@@ -170,13 +170,13 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
     steps = trace.filled() if trace.rate < 1 else ((1, request) for request in trace)
     policies = [manager.policy, *(tier.policy for tier in below)]
     done, number, tally = 0, 0, replay.tally
-    for gap, request in steps:
+    for gap, request, keys in make_keys.keyed(steps):
         number += gap
         if number % _PROGRESS_REQUESTS == 0:
             report(done)
         if gap > 1:
             _pass(policies, gap - 1)
-        replay.step(request, make_keys(request.hash_ids))
+        replay.step(request, keys)
         done += len(request.hash_ids)
         if needs_flow:
             row = [tally.hit_blocks, tally.stored_blocks, tally.hit_tokens]

@@ -126,11 +126,12 @@ class CompactTrace:
         return len(self.input_lengths)
 
     def __iter__(self) -> Iterator[Request]:
+        ids = np.asarray(self.ids)  # slices of a memory map cost a microsecond each
         for first, last in self.pieces():
             bounds = self.bounds[first : last + 1].tolist()
             lengths, arrivals = self.input_lengths[first:last].tolist(), self.arrivals_s[first:last].tolist()
             for i, length in enumerate(lengths):
-                yield Request(self.ids[bounds[i] : bounds[i + 1]], length, 0, arrivals[i])
+                yield Request(ids[bounds[i] : bounds[i + 1]], length, 0, arrivals[i])
             give_back(self.ids)
 
     def filled(self) -> Iterator[tuple[int, Request]]:
@@ -138,7 +139,7 @@ class CompactTrace:
 
         Most requests of a sample name none; a loop over all of them would take longer than the replay.
         """
-        previous = -1
+        previous, ids = -1, np.asarray(self.ids)
         for first, last in self.pieces():
             bounds = np.asarray(self.bounds[first : last + 1])
             numbers = np.flatnonzero(np.diff(bounds))
@@ -146,7 +147,7 @@ class CompactTrace:
             lengths = self.input_lengths[first + numbers].tolist()
             arrivals = self.arrivals_s[first + numbers].tolist()
             for i, number in enumerate((first + numbers).tolist()):
-                yield number - previous, Request(self.ids[begins[i] : ends[i]], lengths[i], 0, arrivals[i])
+                yield number - previous, Request(ids[begins[i] : ends[i]], lengths[i], 0, arrivals[i])
                 previous = number
             give_back(self.ids)
 

@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     import numpy.typing as npt
 
+    from kvcache.lab.traces.requests import Request
+
 _KEY_BYTES = 36
+_BATCH_IDS = 4096
 # Four streams of SplitMix64 (Steele, Lea & Flood, OOPSLA '14), started apart.
 _WORDS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93], dtype=np.uint64)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -55,6 +60,31 @@ class KeyMaker:
         keys[:, :32] = words.astype("<u8", copy=False).view(np.uint8)
         made: list[bytes] = keys.view(f"V{_KEY_BYTES}")[:, 0].tolist()
         return made
+
+    def keyed(self, steps: Iterable[tuple[int, Request]]) -> Iterator[tuple[int, Request, list[bytes]]]:
+        """Yield each step with the keys of its request, which are made for many requests at once.
+
+        A mix of few ids costs as much as one of hundreds, and requests of a trace have few.
+        """
+        batch: list[tuple[int, Request]] = []
+        num_ids = 0
+        for step in steps:
+            batch.append(step)
+            num_ids += len(step[1].hash_ids)
+            if num_ids >= _BATCH_IDS:
+                yield from self._keys_of(batch)
+                batch, num_ids = [], 0
+        yield from self._keys_of(batch)
+
+    def _keys_of(self, batch: list[tuple[int, Request]]) -> Iterator[tuple[int, Request, list[bytes]]]:
+        if not batch:
+            return
+        keys = self(np.concatenate([request.hash_ids for _, request in batch]))
+        begin = 0
+        for gap, request in batch:
+            end = begin + self.split * len(request.hash_ids)
+            yield gap, request, keys[begin:end]
+            begin = end
 
 
 def split_block_size(block_size: int, split: int) -> int:
