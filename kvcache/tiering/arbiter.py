@@ -144,6 +144,7 @@ class LoadArbiter:
             total_s = load_s + self.prefill.compute_s(segment.end_token, end_token)
             if total_s <= best[0]:
                 best = (total_s, segment.end_token, num_before)
+        # Without both rates any comparison is a guess, and only a load teaches the link's.
         if is_blind:
             best = (load_s, end_token, num_blocks)
         decision = Decision(num_blocks, best[2], best[1], load_s, computed_s, best[0], is_blind)
@@ -194,6 +195,7 @@ class Question:
 
     `keys` have `sources`, but for the first `num_ready`, which are in host memory; `end_tokens` are the ends of the
     blocks with sources in the prompt, or of the next block. `is_unknown`: a tier will know more at the next step.
+    `is_open`: blocks are named that were not decided about.
     """
 
     req_context: ReqContext
@@ -204,13 +206,7 @@ class Question:
     is_unknown: bool
     end_tokens: list[int]
     now_s: float
-
-    @property
-    def is_open(self) -> bool:
-        """Whether blocks are named that were not decided about."""
-        choice = self.choice
-        is_new = self.is_unknown or self.end_tokens[len(self.sources) - 1] > choice.seen_token
-        return is_new and not choice.is_cut
+    is_open: bool = False
 
 
 class Arbitration:
@@ -267,12 +263,14 @@ class Arbitration:
             # Jobs under way go on.
             self._pending.of(req_context).wanted.clear()
             self.counts["arbiter_give_ups"] += 1
+        if not choice.is_cut:
+            question.is_open = is_unknown or ends[len(known_sources) - 1] > choice.seen_token
         return question
 
     def run_to_see(self, question: Question) -> list[bytes] | None:
         """Return the known keys of the prompt if an engine asks key by key: all are decided about at once."""
         positions = question.req_context.positions
-        if len(question.keys) != 1 or not positions or not question.is_open:
+        if not question.is_open or len(question.keys) != 1 or not positions:
             return None
         group_of = self.group_of
         group = group_of(question.keys[0])

@@ -414,10 +414,8 @@ class TieredOffloadingManager(OffloadingManager):
     def _find(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:
         num_ready = self.pool.match_prefix(keys, req_context)
         self.pool.count_lookup(len(keys))
-        return self._serve(keys, num_ready, req_context)
-
-    @_while_open(0)
-    def _serve(self, keys: list[bytes], num_ready: int, req_context: ReqContext | None) -> int | None:
+        if not self._is_open:
+            return 0
         if self._promotion.wait(keys, num_ready, req_context):
             return None
         if req_context is None:

@@ -154,7 +154,10 @@ class Promotion:
                 elif source.is_overdue:
                     break
             sources.append(source)
+        # Asked for alone, each block of a long prefix would cost a call.
         holders, is_unknown = self._ask_tiers(below, now_s)
+        if len(below) == len(sources):
+            return list(zip(keys, holders, strict=False)), is_unknown
         for place, controller in zip(places, holders, strict=False):
             sources[place] = controller
         if len(holders) < len(below):
@@ -209,12 +212,15 @@ class Promotion:
                 absent.append(key)
             else:
                 job.waiters.add(request.req_context)
-        by_controller: dict[TierController, list[tuple[bytes, int]]] = {}
-        for key, block_id in self._reserve(absent):
-            by_controller.setdefault(batch[key], []).append((key, block_id))
-        for controller, blocks in by_controller.items():
-            for first in range(0, len(blocks), MAX_JOB_BLOCKS):
-                self._load(controller, blocks[first : first + MAX_JOB_BLOCKS], (request.req_context,), now_s)
+        by_controller: dict[TierController, tuple[list[bytes], list[int]]] = {}
+        for key, block_id in zip(*self._reserve(absent), strict=True):
+            keys, block_ids = by_controller.setdefault(batch[key], ([], []))
+            keys.append(key)
+            block_ids.append(block_id)
+        for controller, (keys, block_ids) in by_controller.items():
+            for first in range(0, len(keys), MAX_JOB_BLOCKS):
+                part = slice(first, first + MAX_JOB_BLOCKS)
+                self._load(controller, keys[part], block_ids[part], (request.req_context,), now_s)
 
     def _probe(self, cut: dict[TierController, list[bytes]], now_s: float) -> None:
         """Load a few blocks that were cut, from time to time, to notice a link that got faster."""
@@ -225,26 +231,26 @@ class Promotion:
             keys = list(dict.fromkeys(keys))
             absent = [key for key, state in zip(keys, self._pool.states(keys), strict=True) if state == ABSENT]
             num_blocks = min(link.take_probe(now_s), controller.room(True)) if absent else 0
-            if blocks := self._reserve(absent[:num_blocks]):
-                self._load(controller, blocks, (), now_s)
+            reserved, block_ids = self._reserve(absent[:num_blocks])
+            if reserved:
+                self._load(controller, reserved, block_ids, (), now_s)
 
-    def _reserve(self, keys: list[bytes]) -> list[tuple[bytes, int]]:
-        """Return host blocks for the leading keys that fit."""
+    def _reserve(self, keys: list[bytes]) -> tuple[list[bytes], list[int]]:
+        """Reserve host blocks for the leading keys that fit; return these keys and their blocks."""
         output = self._pool.reserve_leading(keys) if keys else None
         if output is None:
-            return []
+            return [], []
         self._writing.note_evicted(output.evicted_keys)
-        return list(zip(output.keys_to_store, block_ids_of(output.store_spec), strict=True))
+        return output.keys_to_store, block_ids_of(output.store_spec)
 
     def _load(
         self,
         controller: TierController,
-        blocks: list[tuple[bytes, int]],
+        keys: list[bytes],
+        block_ids: list[int],
         waiters: Iterable[ReqContext | None],
         now_s: float,
     ) -> None:
-        keys = [key for key, _ in blocks]
-        block_ids = [block_id for _, block_id in blocks]
         deadline_s = now_s + controller.config.deadline_s
         job = TierJob(next(self._writing.job_ids), controller, True, keys, block_ids, deadline_s)
         job.waiters.update(waiters)

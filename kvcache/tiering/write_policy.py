@@ -78,7 +78,7 @@ class Backlog:
 
     def take(self, num_most: int) -> list[bytes]:
         """Remove and return at most `num_most` keys, each once."""
-        return list(dict.fromkeys(self._keys.popleft() for _ in range(min(num_most, len(self._keys)))))
+        return list(dict.fromkeys([self._keys.popleft() for _ in range(min(num_most, len(self._keys)))]))
 
     def take_missed(self, num_most: int) -> list[bytes]:
         """Remove and return at most `num_most` missed blocks, those of the latest uses; the latest is the last."""

@@ -92,9 +92,10 @@ class Writing:
         num_left = MAX_STEP_BLOCKS
         for controller in self._controllers:
             backlog = controller.backlog
+            if not backlog and not backlog.missed and backlog.dirty is None:
+                continue
             if not controller.may_send(False, now_s):
-                if backlog:
-                    backlog.drop(is_paused=True)
+                backlog.drop(is_paused=True)
                 continue
             if backlog.dirty is not None:
                 backlog.offer(backlog.dirty.take_due(controller.room(False) - len(backlog)))
