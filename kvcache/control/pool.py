@@ -142,9 +142,7 @@ class BlockPool:
             "backend": backend,
         }
         self._cache = self._make_cache(cache_policy, backend, group_windows)
-        self._admission: ReuseFilter | None = None
-        if store_threshold > 1:
-            self._admission = ReuseFilter(store_threshold, max_tracker_size)
+        self._admission = ReuseFilter(store_threshold, max_tracker_size) if store_threshold > 1 else None
         request_keys = self._cache.open_request()
         if observer is not None and not (isinstance(request_keys, RequestKeys) or hasattr(request_keys, "keys")):
             raise ValueError(f"an observer needs requests that have `keys`, got {type(request_keys).__name__}")
