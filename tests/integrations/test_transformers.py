@@ -266,13 +266,15 @@ def test_load_and_store_serve_a_callers_own_loop():
 
 
 def test_sampling_streaming_and_chunked_prefill_are_those_of_the_model_alone():
-    model = built()
+    model, gain = built(), [1.0]
+    # A change that only a computation shows.
+    model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda module, args, output: output * gain[0])
     cache = PrefixCache(model, num_blocks=64)
     options = {"max_new_tokens": 8, "do_sample": True, "top_k": 50, "prefill_chunk_size": 7}
     options |= {"output_logits": True, "return_dict_in_generate": True}
     for state in ("miss", "hit", "rejected hit"):
         if state == "rejected hit":
-            model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.1)
+            gain[0] = 1.1
         outputs = []
         for generate, more in ((model.generate, {"attention_mask": torch.ones_like(IDS)}), (cache.generate, {})):
             torch.manual_seed(3)

@@ -1,20 +1,29 @@
 """Ways to change a model between two prompts: the second prompt's tokens are those of the changed model.
 
-Some ways show in the fingerprint, and the blocks are not found. If a way does not, the end of the hit is computed
-again, compared and rejected.
+Some ways show in the fingerprint, in samples of the tensors or in the rows of embeddings, and the blocks are not
+found. If a way does not, the end of the hit is computed again, compared and rejected.
 """
 
+import functools
 import logging
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
-from small_models import built, cached, check_answer, padded, prompt_of
+from small_models import built, cached, check_answer, check_idle, padded, plain, prompt_of
 from transformers.models.llama import modeling_llama
 
 from kvcache.integrations.transformers import PrefixCache
 
 IDS = prompt_of(60)
+FIRST = int(IDS[0, 0])
+# More numbers in each table of embeddings or experts than are compared one by one.
+SIZES_OF = {
+    "rows": {"vocab_size": 512},
+    "positions": {"kind": "gpt2", "vocab_size": 512},
+    "experts": {"kind": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+}
 
 
 def attention(model):
@@ -107,6 +116,14 @@ def q_proj(model):
     return attention(model).q_proj
 
 
+def embeddings(model):
+    return model.model.embed_tokens.weight.data
+
+
+def experts(model):
+    return model.model.layers[0].mlp.experts
+
+
 def set_attribute(path, value):
     """Return a function that sets an attribute of a submodule of the model."""
     parent, _, name = path.rpartition(".")
@@ -149,6 +166,50 @@ CHANGES = {
         "a hook": lambda model: k_proj(model).register_forward_hook(Gain(1.1)),
         "a hook before": lambda model: k_proj(model).register_forward_pre_hook(lambda _, args: (args[0] * 1.1,)),
     },
+    # Large tables, changed where the last block of a hit does not look, and torch notices nothing.
+    "rows": {
+        "embedding of a token": lambda model: embeddings(model)[FIRST].add_(1.0),
+        "one number of an embedding": lambda model: embeddings(model)[FIRST, 5].add_(2.0),
+        "embedding scaled by a little": lambda model: embeddings(model)[FIRST].mul_(1.01),
+        "embedding of a later token": lambda model: embeddings(model)[int(IDS[0, 20])].neg_(),
+        "embeddings swapped": lambda model: embeddings(model).__setitem__(
+            IDS[0, :2], embeddings(model)[IDS[0, :2].flip(0)]
+        ),
+        "embedding written through numpy": lambda model: embeddings(model).numpy()[FIRST].fill(0.3),
+        "all embeddings": lambda model: embeddings(model).copy_(
+            built(seed=1, vocab_size=512).model.embed_tokens.weight
+        ),
+        "embeddings rounded": lambda model: embeddings(model).copy_(embeddings(model).to(torch.float16)),
+        "state dict assigned": lambda model: model.load_state_dict(
+            built(seed=1, vocab_size=512).state_dict(), assign=True
+        ),
+        "a norm's weight": lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(1.2),
+        "one number of a norm": lambda model: model.model.layers[1].input_layernorm.weight.data[7].add_(3.0),
+        "data of a buffer": lambda model: model.model.rotary_emb.inv_freq.data[2:].mul_(1.5),
+        "adapter merged": lambda model: q_proj(model).weight.data.add_(torch.randn(64, 2) @ torch.randn(2, 64)),
+        "adapter merged into values": lambda model: attention(model).v_proj.weight.data.add_(
+            0.1 * torch.randn(32, 2) @ torch.randn(2, 64)
+        ),
+        "row of a projection": lambda model: k_proj(model).weight.data[3].zero_(),
+        "column of a projection": lambda model: model.model.layers[0].mlp.down_proj.weight.data[:, 7].mul_(9.0),
+        "output head": lambda model: model.lm_head.weight.data.neg_(),
+    },
+    "positions": {
+        "embedding of a position": lambda model: model.transformer.wpe.weight.data[3].add_(1.0),
+        "one number of a position": lambda model: model.transformer.wpe.weight.data[3, 5].add_(3.0),
+        "embedding of a token and position": lambda model: model.transformer.wte.weight.data[FIRST].neg_(),
+        "bias of a projection": lambda model: model.transformer.h[0].attn.c_attn.bias.data[70].add_(3.0),
+        "bias of a norm": lambda model: model.transformer.h[1].ln_1.bias.data.add_(0.5),
+    },
+    "experts": {
+        **{f"expert {i} scaled": lambda model, i=i: experts(model).gate_up_proj.data[i].mul_(1.3) for i in (0, 3, 7)},
+        "expert zeroed": lambda model: experts(model).down_proj.data[5].zero_(),
+        "experts swapped": lambda model: (
+            experts(model).down_proj.data[:2].copy_(experts(model).down_proj.data[:2].flip(0))
+        ),
+        "row of an expert": lambda model: experts(model).down_proj.data[2, 9].add_(2.0),
+        "row of a router": lambda model: model.model.layers[0].mlp.gate.weight.data[1].mul_(2.0),
+    },
     "hook": {
         "state of a hook": lambda model: setattr(model.hook, "factor", 1.2),
         "hook removed": lambda model: k_proj(model)._forward_hooks.clear(),
@@ -186,7 +247,7 @@ def prepared(kind):
     if kind == "inference":
         with torch.inference_mode():
             return built()
-    model = built()
+    model = built(**SIZES_OF.get(kind, {}))
     if kind == "lora":
         replace(model, "q_proj", LowRank)
     elif kind == "hook":
@@ -249,9 +310,14 @@ def test_generate_after_change_gives_tokens_of_changed_model(kind, name, monkeyp
     assert cache.stats().loaded_tokens >= 2 * 32
 
 
+def change_unseen(model, factor=1.1):
+    """Change the state of a hook, which neither torch nor the fingerprint sees."""
+    model.hook.factor *= factor
+
+
 @pytest.fixture
 def model():
-    return built()
+    return prepared("hook")
 
 
 @pytest.fixture
@@ -261,7 +327,7 @@ def cache(model):
 
 def test_load_after_hidden_change_finds_nothing_then_the_new_blocks(model, cache):
     cached(cache, IDS)
-    scale_behind_autograd(model)
+    change_unseen(model)
     past, n = cache.load(IDS)
     assert (n, past.get_seq_length(), cache.stats().rejected_hits, cache.stats().loaded_tokens) == (0, 0, 1, 0)
     with torch.no_grad():
@@ -275,7 +341,7 @@ def test_rejected_hits_of_a_padded_batch_are_counted_and_warned_about_once(model
     cached(cache, ids, mask)
     with caplog.at_level(logging.WARNING, "kvcache"):
         for _ in range(2):
-            scale_behind_autograd(model)
+            change_unseen(model)
             check_answer(cache, ids, mask)
     assert cache.stats().rejected_hits == 2
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -285,7 +351,7 @@ def test_rejected_hits_of_a_padded_batch_are_counted_and_warned_about_once(model
 def test_one_block_stored_by_another_model_never_begins_a_longer_prefix(model, cache):
     # The hit of one block saves nothing, yet it is compared: later blocks would follow it.
     cached(cache, IDS[:, :17])
-    scale_behind_autograd(model)
+    change_unseen(model)
     for _ in range(2):
         check_answer(cache, IDS)
     assert cache.stats().rejected_hits == 1
@@ -293,14 +359,14 @@ def test_one_block_stored_by_another_model_never_begins_a_longer_prefix(model, c
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_dtypes_reject_a_change_and_nothing_else(dtype):
-    model = built(dtype=dtype)
+    model = prepared("hook").to(dtype)
     cache = PrefixCache(model, num_blocks=256)
     for seed in range(4):
         cached(cache, prompt_of(60, seed))
         cached(cache, torch.cat([prompt_of(60, seed), prompt_of(9, seed)], dim=1))
     assert cache.stats().rejected_hits == 0
     assert cache.stats().loaded_tokens == 4 * 32
-    k_proj(model).weight.data.mul_(1.5)
+    change_unseen(model, 1.5)
     cached(cache, IDS)
     assert cache.stats().rejected_hits == 1
 
@@ -326,5 +392,86 @@ def test_verify_off_computes_nothing_again(model):
     for _ in range(2):
         check_answer(cache, IDS)
     assert cache.stats().loaded_tokens == 48
-    scale_behind_autograd(model)
+    change_unseen(model)
+    assert cache.load(IDS)[1] == 48
+
+
+def test_cast_model_is_refused_before_it_computes(model, cache):
+    cached(cache, IDS)
+    model.to(torch.bfloat16)
+    message = "were torch.float32 on cpu at the start and are torch.bfloat16 on cpu now: make another PrefixCache"
+    generate = model.generate
+    model.generate = Mock(side_effect=AssertionError("the model computes"))
+    for method in (cache.load, functools.partial(cached, cache)):
+        with pytest.raises(ValueError, match=message):
+            method(IDS)
+    check_idle(cache)
+    model.generate = generate
+    model.to(torch.float32)
+    check_answer(cache, IDS)
+
+
+def test_cast_part_that_keeps_the_layout_is_served(model, cache):
+    cached(cache, IDS)
+    model.lm_head.to(torch.float64)
+    model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].double(),))
+    check_answer(cache, IDS)
+    assert cache.load(IDS)[1] == 48
+
+
+def test_dynamically_quantized_model_is_refused_unless_unverified():
+    class Dynamic(torch.nn.Linear):
+        """The input is rounded by the largest value of all tokens that are computed together."""
+
+        def forward(self, x):
+            scale = x.abs().max() / 127
+            return super().forward((x / scale).round() * scale)
+
+    model = built()
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.__class__ = Dynamic
+    with pytest.raises(ValueError, match=r"if other tokens are computed with it, as .* verify=False reuses blocks"):
+        PrefixCache(model, num_blocks=8)
+    cache = PrefixCache(model, num_blocks=8, verify=False)
+    cached(cache, IDS)
+    assert cache.load(IDS)[1] == 48
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_one_token_that_differs_rejects_the_hit(model, cache, seen):
+    # Of the block that is computed again; in a model without experts rounding explains no such token.
+    cached(cache, IDS, new=1)
+    states = cache._layout._view(cache._pool.tensor, cache._layout.pieces[-1])
+    blocks = [i for i in range(len(states)) if states[i].any()]
+    assert len(blocks) == 3
+    states[blocks[-1 if seen else 0], :, 5] += 1.0
+    assert cache.load(IDS)[1] == (0 if seen else 48)
+    assert cache.stats().rejected_hits == int(seen)
+
+
+def test_nan_in_stored_block_rejects_the_hit(model, cache):
+    expected = plain(model, IDS)
+    cached(cache, IDS)
+    cache._pool.tensor.view(torch.float32).fill_(torch.nan)
+    assert torch.equal(cached(cache, IDS), expected)
+    assert cache.stats().rejected_hits == 1
+
+
+def test_failed_write_is_not_committed(model, cache, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(cache._layout, "pack", Mock(side_effect=MemoryError("full")))
+        with pytest.raises(MemoryError, match="full"):
+            cached(cache, IDS)
+    check_idle(cache)
+    assert (cache.load(IDS)[1], cache.stats().blocks.num_free) == (0, 64)
+    check_answer(cache, IDS)
+
+
+def test_failed_read_keeps_no_reference(model, cache, monkeypatch):
+    cached(cache, IDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache._layout, "unpack", Mock(side_effect=MemoryError("full")))
+        with pytest.raises(MemoryError, match="full"):
+            cache.load(IDS)
+    check_idle(cache)
     assert cache.load(IDS)[1] == 48

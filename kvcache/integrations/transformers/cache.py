@@ -68,8 +68,8 @@ class PrefixCache:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A decoder in evaluation mode with full-attention and sliding-window layers only. Two short forwards run here,
-        to measure the layout of its cache.
+        A decoder in evaluation mode with full-attention and sliding-window layers only. Up to five short forwards run
+        here, to measure the layout of its cache and whether hits can be verified.
     num_blocks : int, optional
         Blocks to keep, >= 1.
     memory : int or str, optional
@@ -90,7 +90,8 @@ class PrefixCache:
     Raises
     ------
     ValueError
-        An argument is invalid, the memory does not hold one block, or the model's cache cannot be cut at a block.
+        An argument is invalid, the memory does not hold one block, the model's cache cannot be cut at a block, or it
+        computes a token's keys and values from the tokens computed with it (dynamic quantization) and `verify` is on.
     RuntimeError
         This release of transformers has not been tried.
 
@@ -127,7 +128,11 @@ class PrefixCache:
         self.block_size = block_size
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._layout = KVLayout(model, block_size)
+        if verify:
+            self._layout.check_repeatable(model)
         self._identity = ModelIdentity(model, fingerprint)
+        # For each of them the layout was measured, and is this one.
+        self._forms = {self._identity.forms}
         self.num_blocks = _num_blocks(num_blocks, memory, self._layout.block_bytes, block_size)
         path = None if record is None else os.fspath(record)
         settings = OffloadSettings.parse({"cache_policy": POLICIES.resolve(policy), "record": path}, "PrefixCache")
@@ -379,13 +384,26 @@ class PrefixCache:
         if not self._rejected_hits:
             _LOG.warning(
                 "%s no longer computes the keys and values that were stored: it has changed in a way that its config, "
-                "tensors and attributes do not show. What was stored is dropped; this is counted in rejected_hits",
+                "tensors and attributes do not show, or its kernels depend on the length of a prompt. What was stored "
+                "is dropped; this is counted in rejected_hits",
                 type(self.model).__name__,
             )
         self._rejected_hits += 1
         self._loaded_tokens -= hit.num_tokens
         self._identity.forget(requests.generation)
         requests.rekey()
+
+    def _check_forms(self) -> None:
+        """Raise ValueError if the model computes keys and values of another dtype or device than at the start."""
+        if self._identity.forms in self._forms:
+            return
+        layout = KVLayout(self.model, self.block_size)
+        if layout.pieces != self._layout.pieces:
+            raise ValueError(
+                f"the model's keys and values were {self._layout.form()} at the start and are {layout.form()} now: "
+                "make another PrefixCache for it"
+            )
+        self._forms.add(self._identity.forms)
 
     def _store(self, rows: list[Row], requests: _Requests, past: DynamicCache) -> int:
         length = self._layout.check(past, len(rows))
@@ -443,19 +461,29 @@ class _Requests:
 
     def rekey(self) -> None:
         """Make the keys of the rows for the current state of the model."""
-        fingerprint = self._cache._identity.fingerprint()
-        self.generation = self._cache._identity.generation
+        identity = self._cache._identity
+        fingerprint = identity.fingerprint()
+        self.generation = identity.generation
+        # Before the model computes an answer of which nothing could be stored.
+        self._cache._check_forms()
         parts = fingerprint, self._cache._layout.describe(), self._cache.block_size, *self._names
         matters = self._cache._layout.padding_matters
         self._seeds = [key_seed(*parts, row.num_pads if matters else 0) for row in self._rows]
+        self._digests = [identity.row_digests(row.ids, 0) for row in self._rows]
         self.extend(self._rows)
 
     def extend(self, rows: list[Row]) -> None:
         """Make the keys of rows that have grown."""
         self._rows = rows
-        self._keys = [
-            block_keys(row.ids, self._cache.block_size, seed) for row, seed in zip(rows, self._seeds, strict=True)
-        ]
+        self._keys = []
+        for i, (row, seed) in enumerate(zip(rows, self._seeds, strict=True)):
+            digests, parts = self._digests[i], [row.ids]
+            if digests is not None:
+                # Those of the prompt stay: they describe the embeddings that its blocks were computed with.
+                added = self._cache._identity.row_digests(row.ids[len(digests) :], len(digests))
+                digests = self._digests[i] = digests if added is None else np.concatenate([digests, added])
+                parts += [digests & 0xFFFFFFFF, digests >> 32 & 0xFFFFFFFF]
+            self._keys.append(block_keys(np.stack(parts, 1).ravel(), len(parts) * self._cache.block_size, seed))
 
     def each(self) -> list[tuple[list[bytes], ReqContext]]:
         """Return each row's keys and context."""

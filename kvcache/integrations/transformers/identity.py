@@ -1,7 +1,7 @@
 """The fingerprint of a model, which is part of every block key besides token ids.
 
-Attributes, hooks and versions of tensors are cheap to look at and separate models that differ slightly. They do not
-show every change, so `PrefixCache` also computes the end of every hit again.
+Attributes, hooks, versions of tensors and samples of their elements are cheap to look at and separate models that
+differ slightly. They do not show every change, so `PrefixCache` also computes the end of every hit again.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from kvcache.integrations.transformers.samples import EmbeddingRows, TensorSamples
 from kvcache.keys import key_seed
 
 # Fields of a config that describe its origin, not the computation.
@@ -26,6 +29,8 @@ class ModelIdentity:
     Config, autocast, and numbers, names and containers of them that modules keep as attributes (peft's active adapters
     and their scaling among them) are part of the fingerprint: if they change back, older blocks are found again. A
     tensor that was replaced, moved, cast or changed in place, a hook and a forward each begin a new generation.
+
+    `forms` are the dtypes and devices of all tensors, and the dtype of autocast: they decide those of keys and values.
     """
 
     def __init__(self, model: Any, name: str | None = None) -> None:
@@ -36,6 +41,9 @@ class ModelIdentity:
         self._looks: dict[Any, Any] = {}
         # These references keep the ids and addresses in `_looks` from being reused.
         self._held: list[Any] = []
+        self._samples = TensorSamples(())
+        self._rows: EmbeddingRows | None = None
+        self.forms: frozenset[Any] = frozenset()
         self.generation = 0
         self.fingerprint()
 
@@ -43,16 +51,20 @@ class ModelIdentity:
         """Return 32 bytes that differ if the model, its dtype, configuration or active adapters differ."""
         looks: dict[Any, Any] = {}
         held: list[Any] = []
+        seen: list[torch.Tensor] = []
         attributes = []
+        forms = set()
         for path, module in self._model.named_modules():
             state = vars(module)
-            tensors = dict(state["_buffers"]) | ({} if self._name is not None else state["_parameters"])
+            parameters = state["_parameters"]
+            forms.update([(value.dtype, value.device) for value in parameters.values() if value is not None])
+            tensors = dict(state["_buffers"]) | ({} if self._name is not None else parameters)
             for name, value in (*tensors.items(), *state.items()):
                 if isinstance(value, torch.Tensor):
                     if value.is_meta and self._name is None:
                         raise ValueError("some of the model's weights are not in memory: name the model, fingerprint=")
                     looks[path, name] = _look_of(value)
-                    held.append(value)
+                    seen.append(value)
                 elif name not in _OF_EVERY_MODULE and _is_plain(value):
                     attributes.append((path, name, repr(value)))
             # Functions have no digest; their identity stands for it.
@@ -60,14 +72,22 @@ class ModelIdentity:
             called += [*state["_forward_pre_hooks"].values(), *state["_forward_hooks"].values()]
             looks[path] = [id(function) for function in called]
             held += called
-        if looks != self._looks:
-            self._looks, self._held = looks, held
+        # The samples view the tensors that `looks` describes, so they are compared only if these are the same ones.
+        if looks != self._looks or self._samples.differ():
+            self._looks, self._held = looks, held + seen
+            self._samples = TensorSamples(seen)
+            self._rows = None if self._name is not None else EmbeddingRows(self._model)
             self.generation += 1
-        config = {name: value for name, value in self._model.config.to_dict().items() if name not in _NOT_IDENTITY}
         device = self._model.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.forms = frozenset((*forms, autocast))
+        config = {name: value for name, value in self._model.config.to_dict().items() if name not in _NOT_IDENTITY}
         text = json.dumps([config, str(autocast), attributes], sort_keys=True, default=str)
         return key_seed(type(self._model).__qualname__, self._name or "", str(self.generation), text)
+
+    def row_digests(self, ids: npt.NDArray[np.int64], start: int) -> npt.NDArray[np.int64] | None:
+        """Return a digest of the embedding of each token, from position `start` on; None if no table is large."""
+        return self._rows.digests(ids, start) if self._rows else None
 
     def forget(self, generation: int) -> None:
         """Begin a new generation, unless `generation` has ended already: no older block is found again."""
