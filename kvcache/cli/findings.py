@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import resource
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from kvcache.options import Component, OptionError, format_size, name_unknown, p
 from kvcache.recorder.files import refusal_of
 from kvcache.registry import EXPORTERS, TIERS
 from kvcache.tiering.controller import TierConfig
+from kvcache.transfer.shared_file import leftover_files
 
 _WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
 _LEAST_POOL_BYTES = 1 << 20
@@ -58,6 +60,7 @@ def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | Non
     if vllm.is_engine_spec(given) and not engine_keys.has_accelerator():
         findings = [finding for finding in findings if finding.subject != "data plane"]
         findings.append(Finding("error", "data plane", engine_keys.NO_DEVICE))
+    findings += _leftover_regions()
     findings.append(Finding(*describe_release("eviction_policy" in given)))
     if has_events and not given.get(vllm.SELF_DESCRIBING):
         findings.append(Finding("warning", "events", vllm.UNDESCRIBED))
@@ -304,6 +307,19 @@ def _existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
+
+
+def _leftover_regions() -> list[Finding]:
+    """Return a warning for each file in shared memory that a killed engine left behind."""
+    return [
+        Finding(
+            "warning",
+            "shared memory",
+            f"{path} holds {format_size(num_bytes)} of a killed engine; its next start, or this command, removes it: "
+            f"rm {shlex.quote(str(path))}",
+        )
+        for path, num_bytes in leftover_files()
+    ]
 
 
 def _room(subject: str, path: Path, num_bytes: int) -> Finding:

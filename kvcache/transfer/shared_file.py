@@ -25,6 +25,7 @@ import numpy as np
 PREFIX = "kvcache-pool-"
 """Prefix of the names of files that may be removed when no process locks them."""
 
+_RECORD_PREFIX = "record-"
 _LOCK_TIMEOUT_S = 2.0
 _OWNER_TIMEOUT_S = 0.5
 
@@ -34,7 +35,7 @@ def private_folder(parent: Path = Path("/dev/shm")) -> Path:
 
     ValueError if it belongs to another user, is open to others, or is not a folder.
     """
-    folder = parent / f"kvcache-{os.geteuid()}"
+    folder = _folder_of_user(parent)
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(0o700)
@@ -45,6 +46,10 @@ def private_folder(parent: Path = Path("/dev/shm")) -> Path:
         raise ValueError(f"{folder} must be a folder")
     _check_private(f"folder {folder}", found)
     return folder
+
+
+def _folder_of_user(parent: Path) -> Path:
+    return parent / f"kvcache-{os.geteuid()}"
 
 
 class SharedBlocks:
@@ -127,6 +132,84 @@ class SharedBlocks:
             if fd >= 0:
                 os.close(fd)
         self._owner_fd = self._fd = -1
+
+
+class FileRecord:
+    """Note that this process uses `path`, a file in shared memory that another library makes and removes.
+
+    A killed process leaves such a file behind. The record is a file in the user's own folder beside `path`, locked as
+    long as the process lives. So a later process knows which files are left over (`leftover_files`). Each process makes
+    its record before it opens `path`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        record = private_folder(path.parent) / f"{_RECORD_PREFIX}{path.name}"
+        while True:
+            fd = _open(record)
+            # A process that looks for leftover files holds the other lock for a moment, and may remove the record.
+            _try_for(_OWNER_TIMEOUT_S, lambda held=fd: _flock(held, fcntl.LOCK_SH))  # type: ignore[misc]
+            if _is_at(record, os.fstat(fd)):
+                break
+            os.close(fd)
+        self.close = weakref.finalize(self, _close_record, path, record, fd, os.getpid())
+        """End the use. The record goes with its last user if the file is gone, and otherwise with the file."""
+
+
+def _close_record(path: Path, record: Path, fd: int, pid: int) -> None:
+    if not path.exists() and _flock(fd, fcntl.LOCK_EX):
+        _remove_own(record, os.fstat(fd), pid)
+    os.close(fd)
+
+
+def leftover_files(parent: Path = Path("/dev/shm"), remove: bool = False) -> list[tuple[Path, int]]:
+    """Return the recorded files of killed processes that no process uses, with their bytes; remove them if asked to.
+
+    A file counts only if a process of this user recorded it, all that did have ended, the file belongs to this user,
+    and no process maps it or has it open.
+    """
+    folder, files = _folder_of_user(parent), []
+    with contextlib.suppress(OSError, ValueError):
+        _check_private(f"folder {folder}", folder.lstat())
+        for record in sorted(folder.glob(f"{_RECORD_PREFIX}*")):
+            fd = os.open(record, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                # The lock is held until the file is gone: its name may be used again by an engine that starts now.
+                if _flock(fd, fcntl.LOCK_EX):
+                    path = parent / record.name.removeprefix(_RECORD_PREFIX)
+                    num_bytes = _unused_bytes(path)
+                    if num_bytes:
+                        files.append((path, num_bytes))
+                    if remove and num_bytes is not None:
+                        path.unlink(missing_ok=True)
+                        record.unlink()
+            finally:
+                os.close(fd)
+    return files
+
+
+def _unused_bytes(path: Path) -> int | None:
+    """Return the size of a file that no process uses, 0 if it is missing, and None if it may not be removed."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return 0
+    is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+    return status.st_size if is_ours and not _is_in_use(path.name) else None
+
+
+def _is_in_use(name: str) -> bool:
+    """Return whether a process that this one can look into maps a file of this name or has it open."""
+    for process in Path("/proc").glob("[0-9]*"):
+        # A process that has ended; or one with more rights than this one, which is no engine of this user.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if f"/{name}" in (process / "maps").read_text(errors="replace"):
+                return True
+            # A process that starts has opened the file, and not mapped it yet.
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if f"/{name}" in str(descriptor.readlink()):
+                        return True
+    return False
 
 
 _OPEN: weakref.WeakSet[SharedBlocks] = weakref.WeakSet()

@@ -11,7 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from kvcache.cli.findings import Finding, check_config
+from kvcache.cli import findings as findings_module
+from kvcache.cli.findings import Finding, check_config, check_file
 
 HUGE = "4096TiB"
 
@@ -209,3 +210,13 @@ def test_check_rank_in_path_needs_vllm(tmp_path):
     shown = text_of(check_config(vllm_config, is_vllm=True), "ok")
     assert "are needed below" in shown
     assert f"{tmp_path / 'kv0'}" in shown
+
+
+def test_leftover_of_killed_engine_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "vllm_offload_a b.mmap"
+    monkeypatch.setattr(findings_module, "leftover_files", lambda: [(path, 3 << 30)])
+    config = tmp_path / "c.json"
+    config.write_text('{"kv_connector_extra_config": {"cpu_bytes_to_use": "1MiB"}}')
+    text = text_of(check_file(config, 0, 1, None), "warning")
+    assert f"{path} holds 3 GiB of a killed engine" in text
+    assert f"rm '{path}'" in text

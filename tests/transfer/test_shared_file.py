@@ -1,6 +1,7 @@
 """Only the same user can open memory that processes share, and no file stays after the last process has closed it."""
 
 import fcntl
+import mmap
 import os
 import signal
 import stat
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.transfer import shared_file
-from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
+from kvcache.transfer.shared_file import PREFIX, FileRecord, SharedBlocks, leftover_files, private_folder
 
 
 def blocks_at(path, is_owner=True):
@@ -235,3 +236,110 @@ def test_file_that_cannot_be_as_large_is_not_left_behind(tmp_path):
     with pytest.raises(ValueError, match=r"No space left on device|File too large|Cannot allocate memory"):
         SharedBlocks(path, 1 << 30, 4096, True)
     assert not path.exists()
+
+
+def test_close_in_forked_child_keeps_parents_file(path, monkeypatch):
+    blocks, parent = blocks_at(path), os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: parent + 1)
+        blocks.unlink()
+        assert path.exists()
+    assert blocks_at(path, is_owner=False).array.shape == (4, 4096)
+
+
+# An engine: it records the file of another library, makes it, maps it, and waits.
+ENGINE = """
+import mmap, os, sys, time
+from pathlib import Path
+from kvcache.transfer.shared_file import FileRecord
+path = Path(sys.argv[1])
+record = FileRecord(path)
+fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+os.ftruncate(fd, 8192)
+if sys.argv[2] == "maps":
+    mapping = mmap.mmap(fd, 8192)
+    os.close(fd)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def start_engine(path, how="maps"):
+    command = [sys.executable, "-W", "ignore", "-c", ENGINE, str(path), how]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert engine.stdout.readline() == b"ready\n"
+    return engine
+
+
+def kill(engine):
+    engine.kill()
+    engine.wait()
+    engine.stdout.close()
+
+
+@pytest.fixture
+def region(tmp_path):
+    return tmp_path / "vllm_offload_a b.mmap"
+
+
+def test_leftover_of_killed_engine_is_removed(region, tmp_path):
+    workers = [start_engine(region), start_engine(region)]
+    for worker in workers:
+        assert leftover_files(tmp_path, remove=True) == []
+        assert region.exists()
+        kill(worker)
+    assert leftover_files(tmp_path) == [(region, 8192)]
+    assert region.exists()
+    assert leftover_files(tmp_path, remove=True) == [(region, 8192)]
+    assert not region.exists()
+    assert list(private_folder(tmp_path).iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["maps", "opens"])
+def test_leftover_in_use_without_record_is_kept(region, tmp_path, how):
+    kill(start_engine(region))
+    # A process that starts and did not record the file, as vLLM's own.
+    with region.open("r+b") as file:
+        mapping = mmap.mmap(file.fileno(), 8192)
+        if how == "opens":
+            mapping.close()
+        else:
+            file.close()
+        assert leftover_files(tmp_path, remove=True) == []
+        mapping.close()
+    assert leftover_files(tmp_path, remove=True) == [(region, 8192)]
+
+
+@pytest.mark.parametrize("kind", ["no record", "directory", "symbolic link", "hard link", "open folder"])
+def test_leftover_that_is_not_ours_is_kept(region, tmp_path, kind):
+    folder = private_folder(tmp_path)
+    if kind != "no record":
+        (folder / f"record-{region.name}").touch(0o600)
+    if kind == "directory":
+        region.mkdir()
+    elif kind == "symbolic link":
+        region.symlink_to(folder)
+    else:
+        region.write_bytes(b"other")
+        if kind == "hard link":
+            (tmp_path / "other").hardlink_to(region)
+        elif kind == "open folder":
+            folder.chmod(0o770)
+    assert leftover_files(tmp_path, remove=True) == []
+    assert region.exists()
+
+
+def test_leftover_files_creates_nothing(tmp_path):
+    assert leftover_files(tmp_path / "none", remove=True) == []
+    assert leftover_files(tmp_path, remove=True) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_record_ends_with_its_file(region, tmp_path):
+    record, other = FileRecord(region), FileRecord(region)
+    region.touch(0o600)
+    record.close()
+    region.unlink()
+    assert len(list(private_folder(tmp_path).iterdir())) == 1
+    other.close()
+    assert list(private_folder(tmp_path).iterdir()) == []

@@ -20,7 +20,7 @@ from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.settings import UNDESCRIBED, WHERE, read_config, unknown_keys
 from kvcache.integrations.vllm.startup import use_engine_log
-from kvcache.integrations.vllm.tiered import TieredKVCacheOffloadingManager
+from kvcache.integrations.vllm.tiered import TieredKVCacheOffloadingManager, record_region
 from kvcache.integrations.vllm.what_if_log import log_what_if
 from kvcache.tiering.manager import TieredOffloadingManager
 
@@ -79,7 +79,11 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
 
     def create_worker(self, kv_caches: Any) -> Any:
         # Without tiers, only the workers map the region, and vLLM unlinks it at once.
-        kind = TieringOffloadingSpec if self._is_mapped_by_scheduler() else CPUOffloadingSpec
+        kind: Any = CPUOffloadingSpec
+        if self._is_mapped_by_scheduler():
+            kind = TieringOffloadingSpec
+            # The connector keeps this spec as long as the worker.
+            self._record = record_region(self)
         return kind.create_worker(self, kv_caches)
 
     def _uses_shared_region(self) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
@@ -26,11 +27,15 @@ from kvcache.integrations.vllm.manager import (
 )
 from kvcache.integrations.vllm.prefill_watch import PrefillWatch
 from kvcache.integrations.vllm.releases import Release
+from kvcache.options import format_size
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.pending import ASK_AGAIN, PENDING
 from kvcache.transfer.free_memory import check_memory
-from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
+from kvcache.transfer.shared_file import PREFIX, FileRecord, SharedBlocks, leftover_files, private_folder
+
+# vLLM's log configuration covers loggers below its own name only.
+logger = init_logger(f"vllm.{__name__}")
 
 
 class SharedPool(SharedBlocks):
@@ -53,6 +58,21 @@ class SharedPool(SharedBlocks):
             raise ValueError(f"shared pool {path} belongs to a running engine of the same engine_id; give each its own")
 
 
+def record_region(spec: Any) -> FileRecord | None:
+    """Remove the regions of killed engines, and record that this process uses the one of the engine of `spec`.
+
+    vLLM's processes map a region by its name, and remove it when they end. Call this before the region is made: an
+    engine that is killed while it fills the region leaves all of it behind.
+    """
+    for path, num_bytes in leftover_files(remove=True):
+        logger.warning("removed %s: %s of an engine that was killed", path, format_size(num_bytes))
+    try:
+        return FileRecord(Path(f"/dev/shm/vllm_offload_{spec.config.engine_id}.mmap"))
+    except (OSError, ValueError) as error:
+        logger.warning("if this engine is killed, its host blocks stay in /dev/shm: %s", error)
+        return None
+
+
 class EngineRegion:
     """vLLM's host blocks, mapped by the scheduler for our tiers; vLLM's workers copy to and from them.
 
@@ -60,6 +80,7 @@ class EngineRegion:
     """
 
     def __init__(self, spec: Any) -> None:
+        self._record = record_region(spec)
         self._region = SharedOffloadRegion(
             engine_id=spec.config.engine_id,
             num_chunks=spec.num_chunks,
@@ -73,6 +94,9 @@ class EngineRegion:
         """Unlink the region; it is unmapped once no tier holds its blocks any more."""
         self._region.mmap_obj = None
         self._region.cleanup()
+        if self._record is not None:
+            self._record.close()
+            self._record = None
 
 
 class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
