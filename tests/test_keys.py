@@ -89,12 +89,20 @@ def test_refuses_seeds_and_block_sizes_of_another_kind():
             block_keys([1], 1, seed)
 
 
-def test_keys_a_million_tokens_in_under_100_ms():
+def test_keys_cost_little_more_than_their_digests():
+    def least_s(compute):
+        seconds = []
+        for _ in range(5):
+            start = time.thread_time()
+            compute()
+            seconds.append(time.thread_time() - start)
+        return min(seconds)
+
+    def digest_all():
+        for _ in range(62_500):
+            hashlib.sha256(block).digest()
+
     ids = np.random.default_rng(0).integers(0, 128_000, 1_000_000)
-    seconds = []
-    for _ in range(5):
-        start = time.thread_time()
-        keys = block_keys(ids, 16, SEED)
-        seconds.append(time.thread_time() - start)
-    assert len(keys) == 62_500
-    assert min(seconds) < 0.1
+    block = bytes(KEY_BYTES + 4 * 16)
+    # Both are measured on the machine of the test: its speed does not matter.
+    assert least_s(lambda: block_keys(ids, 16, SEED)) < 3 * least_s(digest_all)
