@@ -129,8 +129,7 @@ class BlockPool:
         if not callable(clock):
             raise ValueError(f"clock must be callable, got {clock!r}")
         self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.medium = medium
+        self.block_size, self.medium = block_size, medium
         self._options: dict[str, Any] = {
             "block_size": block_size,
             "num_blocks": num_blocks,

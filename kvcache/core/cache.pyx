@@ -529,13 +529,11 @@ cdef class BlockCache:
                 self.policy.count_uses(names, batch, n)
             elif may_decline:
                 names.add_uses(batch, n)
-            num_taken = num_new
-            num_victims = needed
+            num_taken, num_victims = num_new, needed
             if may_decline:
                 num_taken = self.policy.on_offer(
                     names, batch.picked_places, num_new, num_offered, place, batch.victims, &num_victims)
-                if self.policy.takes_any:
-                    _keep_taken(names, batch, num_new)
+                _keep_taken(self.policy, names, batch, num_new)
             elif needed:
                 self.policy.choose_victims(needed, batch.victims)
             self._release(batch.victims, num_victims, evicted)
@@ -711,9 +709,11 @@ cdef void _attach_behind(BlockTable table, const int32_t* rows, Py_ssize_t n, in
         younger = row
 
 
-cdef void _keep_taken(RequestKeys names, Batch batch, Py_ssize_t n) noexcept nogil:
-    """Reduce the picked keys to those that the policy takes, in the order offered."""
+cdef void _keep_taken(ReplacementPolicy policy, RequestKeys names, Batch batch, Py_ssize_t n) noexcept nogil:
+    """Reduce the picked keys to those that the policy takes, in the order offered, if it takes others than the first."""
     cdef Py_ssize_t i, num_taken = 0
+    if not policy.takes_any:
+        return
     for i in range(n):
         if names.uses[batch.picked_places[i]].is_taken:
             names.uses[batch.picked_places[i]].is_taken = False
