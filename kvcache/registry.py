@@ -91,11 +91,11 @@ class Registry:
             The name is unknown (the message lists the known ones), the path does not lead to a class, or the class is
             of another kind.
         """
-        found = choice if isinstance(choice, type) else self._find(choice)
+        resolved = choice if isinstance(choice, type) else self._find(choice)
         module_name, _, name = self._base.partition(":")
-        if not issubclass(found, getattr(importlib.import_module(module_name), name)):
-            raise ValueError(f"{self.kind} {choice!r} must be a subclass of {name}, got {found!r}")
-        return found
+        if not issubclass(resolved, getattr(importlib.import_module(module_name), name)):
+            raise ValueError(f"{self.kind} {choice!r} must be a subclass of {name}, got {resolved!r}")
+        return resolved
 
     def _find(self, choice: Any) -> type[Any]:
         if not isinstance(choice, str):
@@ -116,14 +116,14 @@ class Registry:
         if not all(part.isidentifier() for name in (module_name, attribute) for part in name.split(".")):
             raise ValueError(f"{self.kind} {choice!r} must be 'package.module:Class'")
         try:
-            found: Any = importlib.import_module(module_name)
+            resolved: Any = importlib.import_module(module_name)
             for part in attribute.split("."):
-                found = getattr(found, part)
+                resolved = getattr(resolved, part)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"{self.kind} {choice!r} cannot be imported: {error}{how_to_install(error)}") from error
-        if not isinstance(found, type):
-            raise ValueError(f"{self.kind} {choice!r} must name a class, got {found!r}")
-        return found
+        if not isinstance(resolved, type):
+            raise ValueError(f"{self.kind} {choice!r} must name a class, got {resolved!r}")
+        return resolved
 
 
 _EXTRAS = {

@@ -63,8 +63,8 @@ class TierSettings(Component):
     config: TierConfig
 
     def describe(self) -> dict[str, Any]:
-        own = Component.describe(self)
-        return {"type": own.pop("type"), **asdict(self.config), **own}
+        options = Component.describe(self)
+        return {"type": options.pop("type"), **asdict(self.config), **options}
 
     def of_rank(self, rank: str | None) -> TierSettings:
         """Return the settings of a data-parallel rank: ``{rank}`` and ``{dp_rank}`` in ``path`` are its number.
@@ -310,7 +310,7 @@ def open_manager(
     """
     set_up_log()
     events = settings.enable_events if enable_events is None else enable_events
-    if takers := [one.cls.__name__ for one in settings.exporters if one.cls.needs_events]:
+    if takers := [component.cls.__name__ for component in settings.exporters if component.cls.needs_events]:
         if enable_events:
             raise ValueError(f"the engine itself takes the manager's events; remove the exporter {takers[0]}")
         events = True

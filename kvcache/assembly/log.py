@@ -14,14 +14,14 @@ def set_up_log() -> None:
 
     An invalid level is warned about and ignored. Without the variable nothing changes.
     """
-    wanted = os.environ.get(VARIABLE, "").strip().lower()
-    if not wanted:
+    level = os.environ.get(VARIABLE, "").strip().lower()
+    if not level:
         return
     logger = logging.getLogger("kvcache")
-    if wanted not in LEVELS:
-        logger.warning("%s must be one of %s, got %r", VARIABLE, ", ".join(LEVELS), wanted)
+    if level not in LEVELS:
+        logger.warning("%s must be one of %s, got %r", VARIABLE, ", ".join(LEVELS), level)
         return
-    logger.setLevel(wanted.upper())
+    logger.setLevel(level.upper())
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

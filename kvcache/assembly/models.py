@@ -204,10 +204,10 @@ def _model_of_config(config: Mapping[str, Any], name: str, dtype: str) -> Model:
         return None
 
     def needed(*names: str) -> int:
-        found = number(*names)
-        if found is None:
+        value = number(*names)
+        if value is None:
             raise ValueError(f"must hold a positive int {names[0]!r}, got {config.get(names[0])!r}")
-        return found
+        return value
 
     layers = needed("num_hidden_layers", "n_layer")
     # Layers of linear attention keep a state of fixed size and no KV.

@@ -371,8 +371,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self._part_bytes = rank_bytes_of(self.rank_bytes())
-        given, folder = self.settings.pool_path, Path(self.settings.pool_folder)
-        self._pool_path = Path(given) if given else private_folder(folder) / f"{PREFIX}{self._identity()}"
+        path, folder = self.settings.pool_path, Path(self.settings.pool_folder)
+        self._pool_path = Path(path) if path else private_folder(folder) / f"{PREFIX}{self._identity()}"
 
     @property
     def fingerprint(self) -> dict[str, Any]:

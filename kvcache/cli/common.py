@@ -186,8 +186,8 @@ def report(json_target: str | None, document: dict[str, Any], *shown: Any) -> No
     """Print what people read, unless JSON takes standard output, and write `document` as `write_json` does."""
     if json_target != "-":
         on = console(json_target)
-        for one in shown:
-            on.print(one, soft_wrap=isinstance(one, str), markup=False, emoji=False)
+        for text in shown:
+            on.print(text, soft_wrap=isinstance(text, str), markup=False, emoji=False)
     write_json(json_target, document)
 
 

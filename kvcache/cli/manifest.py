@@ -53,7 +53,7 @@ def check_manifest(path: Path) -> list[Finding]:
     import yaml
 
     try:
-        documents = [one for one in yaml.safe_load_all(path.read_text(encoding="utf-8")) if one is not None]
+        documents = [part for part in yaml.safe_load_all(path.read_text(encoding="utf-8")) if part is not None]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -76,17 +76,17 @@ def check_manifest(path: Path) -> list[Finding]:
 
 def _read(documents: list[Mapping[str, Any]]) -> _Manifest:
     manifest = _Manifest()
-    for one in documents:
-        kind = one["kind"]
+    for document in documents:
+        kind = document["kind"]
         if kind == "List":
-            documents += one["items"]
+            documents += document["items"]
         elif kind == "ConfigMap":
-            manifest.config_maps[one["metadata"]["name"]] = one.get("data") or {}
+            manifest.config_maps[document["metadata"]["name"]] = document.get("data") or {}
         elif kind == "PersistentVolumeClaim":
-            storage = one["spec"]["resources"]["requests"]["storage"]
-            manifest.claim_bytes[one["metadata"]["name"]] = _quantity(storage)
+            storage = document["spec"]["resources"]["requests"]["storage"]
+            manifest.claim_bytes[document["metadata"]["name"]] = _quantity(storage)
         elif kind in _WORKLOADS:
-            manifest.workloads.append(one)
+            manifest.workloads.append(document)
     return manifest
 
 
@@ -139,13 +139,13 @@ def _argument(container: Mapping[str, Any], manifest: _Manifest) -> str | None:
     if text is None:
         return None
     values: dict[str, str] = {}
-    for one in container.get("envFrom") or ():
-        values |= manifest.config_maps.get(one.get("configMapRef", {}).get("name"), {})
-    for one in container.get("env") or ():
-        ref = one.get("valueFrom", {}).get("configMapKeyRef")
-        text_of = one.get("value") if ref is None else manifest.config_maps.get(ref["name"], {}).get(ref["key"])
+    for variable in container.get("envFrom") or ():
+        values |= manifest.config_maps.get(variable.get("configMapRef", {}).get("name"), {})
+    for variable in container.get("env") or ():
+        ref = variable.get("valueFrom", {}).get("configMapKeyRef")
+        text_of = variable.get("value") if ref is None else manifest.config_maps.get(ref["name"], {}).get(ref["key"])
         if text_of is not None:
-            values[one["name"]] = text_of
+            values[variable["name"]] = text_of
     return re.sub(r"\$\(([\w.-]+)\)", lambda found: values.get(found[1], found[0]), text)
 
 
@@ -156,13 +156,13 @@ def _placement(text: str) -> tuple[vllm.Placement, str, str]:
             f"{_ARGUMENT} is {text!r:.200}, which no environment variable and no ConfigMap in the file sets"
         )
     try:
-        given = json.loads(text)
+        transfer = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{_ARGUMENT} is not JSON: {error}, got {text!r:.200}") from error
-    extra = given.get(vllm.WHERE) if isinstance(given, dict) else None
+    extra = transfer.get(vllm.WHERE) if isinstance(transfer, dict) else None
     if not isinstance(extra, dict):
         raise ValueError(f"{_ARGUMENT} must be an object with {vllm.WHERE!r}, got {text!r:.200}")
-    if faults := [*vllm.connector_faults(given), *filter(None, [vllm.spec_fault(extra)])]:
+    if faults := [*vllm.connector_faults(transfer), *filter(None, [vllm.spec_fault(extra)])]:
         raise OptionError(*(f"vLLM would not use kvcache: {fault}" for fault in faults))
     # The folder is one of the container, not of this machine.
     placement = vllm.read_config({key: value for key, value in extra.items() if key != "pool_folder"})
@@ -178,10 +178,10 @@ def _check_limit(subject: str, container: Mapping[str, Any], pool_bytes: int) ->
     if limit is None:
         text = f"no memory limit: the node may have less than the pool's {format_size(pool_bytes)}"
         return Finding("warning", subject, text)
-    left = _quantity(limit) - pool_bytes
-    if left <= 0:
+    rest_bytes = _quantity(limit) - pool_bytes
+    if rest_bytes <= 0:
         return Finding("error", subject, f"the limit {limit} is not above the pool's {format_size(pool_bytes)}")
-    return Finding("ok", subject, f"the limit {limit} leaves {format_size(left)} beside the pool")
+    return Finding("ok", subject, f"the limit {limit} leaves {format_size(rest_bytes)} beside the pool")
 
 
 def _check_memlock(subject: str, container: Mapping[str, Any], pool_bytes: int) -> Finding:
@@ -267,7 +267,7 @@ def _pods(name: str, workload: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def _quantity(text: object) -> int:
-    found = _QUANTITY.fullmatch(str(text))
-    if found is None:
+    match = _QUANTITY.fullmatch(str(text))
+    if match is None:
         raise TypeError(f"{text!r} is not a quantity of bytes, such as 64Gi")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -312,7 +312,7 @@ def test_nothing_hit_and_nothing_to_gain() -> None:
 
 @pytest.mark.parametrize("wrong", [0, 1, 1023, -5, 1 << 30, 2.5, "yes", None])
 def test_bad_sample_sizes_are_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="what_if, unless it is a bool, must be an int in 1024") as caught:
+    with pytest.raises(ValueError, match="what_if must be an int in 1024") as caught:
         CPUOffloadingManager(16, 100, what_if=wrong)
     assert repr(wrong) in str(caught.value)
 

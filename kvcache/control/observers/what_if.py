@@ -48,7 +48,7 @@ def sampler_for(what_if: bool | int, num_blocks: int) -> Sampler | None:
     if what_if is False:
         return None
     max_uses = DEFAULT_USES if what_if is True else what_if
-    check_int("what_if, unless it is a bool,", max_uses, _MIN_USES, (1 << 30) - 1)
+    check_int("what_if", max_uses, _MIN_USES, (1 << 30) - 1)
     check_int("num_blocks", num_blocks)
     return Sampler(max_uses, max(0, (num_blocks // _MIN_SCALED_BLOCKS).bit_length() - 1))
 

@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
     except ImportError as error:
         raise ImportError(f"{error} (kvcache was tried with vLLM {TRIED})") from error
-    found = globals()[name] = getattr(module, name)
-    return found
+    member = globals()[name] = getattr(module, name)
+    return member

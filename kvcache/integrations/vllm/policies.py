@@ -88,18 +88,18 @@ class _Policy(CachePolicy):
         if counted is None or counted.owner is not self._era:
             counted = _Counted(self._era)
             req_context.set_state(counted)
-        fresh = [key for key in dict.fromkeys(keys) if key not in counted.keys]
-        if not fresh:
+        new_keys = [key for key in dict.fromkeys(keys) if key not in counted.keys]
+        if not new_keys:
             return
         if not counted.keys and (positions := _positions(req_context)):
             # vLLM 0.32 names loaded keys at the request's end only. They precede the first key that is stored.
-            last = max(positions.get(key, 0) for key in fresh)
+            last = max(positions.get(key, 0) for key in new_keys)
             earlier = [key for key, at in positions.items() if at < last and key in self._chunks]
-            fresh = sorted(dict.fromkeys([*earlier, *fresh]), key=lambda key: positions.get(key, 0))
+            new_keys = sorted(dict.fromkeys([*earlier, *new_keys]), key=lambda key: positions.get(key, 0))
         if self._reads_clock:
             self._policy.now_ms = int(self.clock() * 1000)
-        self._policy.use(fresh, not counted.keys)
-        counted.keys.update(fresh)
+        self._policy.use(new_keys, not counted.keys)
+        counted.keys.update(new_keys)
 
 
 def _positions(req_context: Any) -> dict[bytes, int]:

@@ -49,10 +49,10 @@ def installed_release() -> Release:
     an untried release is accepted.
     """
     try:
-        found = importlib.import_module("vllm").__version__
+        version = importlib.import_module("vllm").__version__
     except ImportError as error:
         raise ImportError("kvcache.integrations.vllm needs vLLM, which is not installed") from error
-    return choose_release(found, allow_untried=os.environ.get(ALLOW_UNTRIED) == "1")
+    return choose_release(version, allow_untried=os.environ.get(ALLOW_UNTRIED) == "1")
 
 
 def describe_release(needs_policy_module: bool = False) -> tuple[str, str, str]:
@@ -62,19 +62,19 @@ def describe_release(needs_policy_module: bool = False) -> tuple[str, str, str]:
     names = metadata.packages_distributions().get("vllm")
     if not names:
         return "ok", "release", f"vLLM is not installed here; tried: {TRIED}"
-    found = metadata.version(names[0])
-    release = _entry_of(found)
+    version = metadata.version(names[0])
+    release = _entry_of(version)
     if release is None:
-        return "warning", "release", f"vLLM {found} has not been tried (tried: {TRIED}); see {ALLOW_UNTRIED}"
+        return "warning", "release", f"vLLM {version} has not been tried (tried: {TRIED}); see {ALLOW_UNTRIED}"
     if needs_policy_module and not release.policy_module:
-        return "error", "release", f"vLLM {found} loads no eviction policy of another package"
+        return "error", "release", f"vLLM {version} loads no eviction policy of another package"
     lacks = {
         "the order of a prompt's keys": release.key_positions,
         "the medium of a loaded block": release.load_source,
         "the bytes of a tier's job": release.job_bytes,
     }
     missing = ", ".join(name for name, is_there in lacks.items() if not is_there)
-    return "ok", "release", f"vLLM {found} lacks {missing or 'nothing that kvcache uses'}"
+    return "ok", "release", f"vLLM {version} lacks {missing or 'nothing that kvcache uses'}"
 
 
 def _entry_of(found: str) -> Release | None:

@@ -95,11 +95,11 @@ def read_tier(config: Mapping[str, Any]) -> tuple[KVCacheTierOptions, TierSettin
     if options.get("kind") is None:
         raise ValueError(f"{KVCacheTierOptions.where} needs 'kind', got {without_secrets(options)!r}")
     ours, of_tier = split(options, KVCacheTierOptions.declared())
-    own = KVCacheTierOptions.parse(ours)
-    settings = parse_tier({**of_tier, "type": own.kind})
+    tier_options = KVCacheTierOptions.parse(ours)
+    settings = parse_tier({**of_tier, "type": tier_options.kind})
     if settings.config.write_policy != "write_through" or settings.config.arbiter:
         raise ValueError("vLLM's manager decides what a KVCacheTier writes and loads: omit write_policy and arbiter")
-    return own, settings
+    return tier_options, settings
 
 
 def uses_kvcache(extra_config: Mapping[str, Any]) -> bool:
@@ -139,15 +139,15 @@ def spec_fault(extra_config: Mapping[str, Any]) -> str:
 
 def is_engine_spec(extra_config: Mapping[str, Any]) -> bool:
     """Return whether the spec of a configuration is vLLM's own."""
-    own = extra_config.get("spec_module_path") is None and uses_kvcache(extra_config)
-    return own or extra_config.get("spec_name") in ENGINE_SPECS
+    is_by_part = extra_config.get("spec_module_path") is None and uses_kvcache(extra_config)
+    return is_by_part or extra_config.get("spec_name") in ENGINE_SPECS
 
 
 def _tiers(extra_config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the entries of ``secondary_tiers`` that this package implements."""
     tiers = extra_config.get("secondary_tiers")
     entries = tiers if isinstance(tiers, list) else []
-    return [one for one in entries if isinstance(one, Mapping) and one.get("module_path") == __package__]
+    return [entry for entry in entries if isinstance(entry, Mapping) and entry.get("module_path") == __package__]
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,8 +68,8 @@ class _Request(EngineRequest):
 def _place_of(options: dict[str, Any], offloading_spec: Any) -> int:
     """Return the place of a tier among the secondary tiers, from 1 on, as vLLM's own metrics label it."""
     entries = offloading_spec.extra_config.get("secondary_tiers") or []
-    given = [{key: one for key, one in entry.items() if key not in ENGINE_TIER_KEYS} for entry in entries]
-    return given.index(options) + 1 if options in given else 1
+    written = [{key: value for key, value in entry.items() if key not in ENGINE_TIER_KEYS} for entry in entries]
+    return written.index(options) + 1 if options in written else 1
 
 
 class KVCacheTier(SecondaryTierManager):
@@ -96,10 +96,10 @@ class KVCacheTier(SecondaryTierManager):
         detector = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **detector)
         use_engine_log()
-        own, settings = read_tier(options)
+        tier_options, settings = read_tier(options)
         host_blocks = np.asarray(primary_kv_view)
         num_chunks, self._row_bytes = host_blocks.shape
-        max_store_blocks = max(1, num_chunks // 2) if own.max_store_blocks is None else own.max_store_blocks
+        max_store_blocks = tier_options.max_store_blocks or max(1, num_chunks // 2)
         settings = replace(settings, config=replace(settings.config, max_store_blocks=max_store_blocks))
         identity = chunk_fingerprint(offloading_spec, engine_config())
         rank = str(offloading_spec.config.parallel.data_parallel_index)
@@ -112,10 +112,10 @@ class KVCacheTier(SecondaryTierManager):
             from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
             self.cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
-        self.locality = None if own.locality is None else Locality(own.locality)
-        self._kind = own.kind
-        self._policy = OffloadPolicy(own.offload_policy)
-        self._sends_events = own.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self.locality = None if tier_options.locality is None else Locality(tier_options.locality)
+        self._kind = tier_options.kind
+        self._policy = OffloadPolicy(tier_options.offload_policy)
+        self._sends_events = tier_options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] = []
         self._requests: dict[str, _Request] = {}
         # By request: the keys that this tier failed to load.
@@ -152,12 +152,12 @@ class KVCacheTier(SecondaryTierManager):
         keys = [key] if request is None else request.keys_from(key)
         if len(keys) > 1 and keys[1] in self._answers:
             del keys[1:]
-        found = self._controller.lookup(keys, self.clock())
-        if found is None:
+        num_held = self._controller.lookup(keys, self.clock())
+        if num_held is None:
             self._answers.update(dict.fromkeys(keys, LookupResult.RETRY))
         else:
-            self._answers.update(dict.fromkeys(keys[:found], LookupResult.HIT))
-            self._answers.update(dict.fromkeys(keys[found : found + 1], LookupResult.MISS))
+            self._answers.update(dict.fromkeys(keys[:num_held], LookupResult.HIT))
+            self._answers.update(dict.fromkeys(keys[num_held : num_held + 1], LookupResult.MISS))
         return self._answers[key]
 
     def submit_store(self, job_metadata: Any) -> None:
@@ -214,12 +214,12 @@ class KVCacheTier(SecondaryTierManager):
         seconds = now_s - (job.sent_s or now_s)
         if result.start_s is not None and result.end_s is not None:
             seconds = result.end_s - result.start_s
-        given: dict[str, Any] = {"transfer_bytes": num_bytes} if self._release.job_bytes else {}
+        details: dict[str, Any] = {"transfer_bytes": num_bytes} if self._release.job_bytes else {}
         done = set(result.done)
         if job.is_load:
             is_whole = len(done) == len(keys)
             if not is_whole:
-                given["successful_keys"] = result.done
+                details["successful_keys"] = result.done
                 if req_id in self._requests:
                     self._failed.setdefault(req_id, set()).update(key for key in keys if key not in done)
         else:
@@ -227,7 +227,7 @@ class KVCacheTier(SecondaryTierManager):
             self._announce([key for key in keys if key in done], removed=False)
             # A block that the tier held already is neither done nor failed.
             is_whole = job.sent_s > 0 and not result.failed and len(job.keys) == len(keys)
-        self._results.append(JobResult(job.job_id, is_whole, transfer_time=seconds, **given))
+        self._results.append(JobResult(job.job_id, is_whole, transfer_time=seconds, **details))
 
     def _announce(self, keys: list[bytes], removed: bool) -> None:
         if keys and self._sends_events:

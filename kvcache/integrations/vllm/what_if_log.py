@@ -24,9 +24,9 @@ def log_what_if(manager: CPUOffloadingManager | TieredOffloadingManager, interva
 
     def write() -> None:
         nonlocal last
-        found = manager.what_if()
-        text = str(found)
-        if found.requests and text != last:
+        estimate = manager.what_if()
+        text = str(estimate)
+        if estimate.requests and text != last:
             last = text
             _LOG.info("kvcache what-if:\n%s", text)
 
