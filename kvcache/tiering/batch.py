@@ -220,11 +220,6 @@ class Counts:
         self.store_error = ""
         self._lock = Lock()
 
-    def add(self, **numbers: int) -> None:
-        """Count blocks."""
-        for name, number in numbers.items():
-            self.numbers[f"{name}_blocks"] += number
-
     def note_error(self, error: str) -> None:
         """Count an error."""
         with self._lock:

@@ -208,6 +208,8 @@ class SlotCatalog(Catalog):
         self._blocks.end_request(req_context)
 
     def announce(self, max_blocks: int) -> list[bytes]:
+        if not self._unannounced:
+            return []
         keys = [self._unannounced.popleft() for _ in range(min(len(self._unannounced), max_blocks))]
         return self._split_held(keys)[0]
 

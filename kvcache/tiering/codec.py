@@ -83,7 +83,7 @@ def parse_codec(name: str, value: object) -> Component:
         return value
     if not isinstance(value, Mapping) or "type" not in value:
         raise ValueError(f"{name} must be a dict with a type, one of {', '.join(CODECS.names())}, got {value!r}")
-    options = {option: one for option, one in value.items() if option != "type"}
+    options = {option: text for option, text in value.items() if option != "type"}
     codec = Component.parse(CODECS.resolve(value["type"]), options)
     # Its constructor checks the ranges of its options.
     codec.make(0)

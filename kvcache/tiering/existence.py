@@ -71,8 +71,8 @@ class ExistenceCache:
         for key in keys:
             self._asked.pop(key, None)
         self._unread.update(keys)
-        self.learn([key for key, one in zip(keys, is_held, strict=True) if one], True, now_s)
-        self.learn([key for key, one in zip(keys, is_held, strict=True) if not one], False, now_s)
+        self.learn([key for key, answer in zip(keys, is_held, strict=True) if answer], True, now_s)
+        self.learn([key for key, answer in zip(keys, is_held, strict=True) if not answer], False, now_s)
 
     def is_held(self, key: bytes, now_s: float) -> bool:
         """Return whether a key is remembered as held."""

@@ -262,9 +262,9 @@ class JobTier(Tier):
             refused = [key for key in source if len(key) > self._max_key_bytes]
             placement = self._life.catalog.begin_store(_without(list(source), refused) if refused else list(source))
             if placement is None:
-                self._counts.add(refused=len(keys))
+                self._counts.numbers["refused_blocks"] += len(keys)
                 return False
-            self._counts.add(refused=len(refused))
+            self._counts.numbers["refused_blocks"] += len(refused)
             placed, slots, seqs, removed = placement
             block_ids = [source[key] for key in placed]
             whole = TierBatch(job_id, False, placed, block_ids, slots, seqs, self.generation, self._stage.pool)
@@ -277,7 +277,7 @@ class JobTier(Tier):
                 return False
             target = dict(zip(keys, block_ids, strict=True))
             held, slots, missed = self._life.catalog.begin_load(list(target))
-            self._counts.add(missed=len(missed))
+            self._counts.numbers["missed_blocks"] += len(missed)
             block_ids = [target[key] for key in held]
             whole = TierBatch(job_id, True, held, block_ids, slots, None, self.generation, self._stage.pool)
             self._start(whole, missed, [])
@@ -305,9 +305,9 @@ class JobTier(Tier):
             # A tier that resets accepts no jobs, so all that are under way are from before the reset.
             if not self._jobs.under_way and (replaced := self._life.end_reset()) is not None:
                 # The new catalog counts from 0, and counters never go back.
-                self._counts.add(evicted=replaced.num_evicted)
-            if self._life.state is State.OPEN and (found := self._life.catalog.announce(MAX_STEP_BLOCKS)):
-                self._jobs.results.append(TierResult(None, found))
+                self._counts.numbers["evicted_blocks"] += replaced.num_evicted
+            if self._life.state is State.OPEN and (keys := self._life.catalog.announce(MAX_STEP_BLOCKS)):
+                self._jobs.results.append(TierResult(None, keys))
             return self._jobs.take_results()
 
     def reset(self, version: str | int | None = None) -> None:
@@ -347,7 +347,7 @@ class JobTier(Tier):
             raise ValueError(f"{len(keys)} keys need as many block ids, got {len(block_ids)}")
         is_full = self._jobs.num_blocks + len(keys) > self.max_queued_blocks
         if is_full or self._life.reason or (self._read_only and not is_load):
-            self._counts.add(refused=len(keys))
+            self._counts.numbers["refused_blocks"] += len(keys)
             return False
         return True
 
@@ -406,9 +406,10 @@ class JobTier(Tier):
         done, held = move.keys_with(BlockOutcome.DONE), move.keys_with(BlockOutcome.HELD)
         stored = done + held if held else done
         self._life.catalog.end_store(keys, stored)
-        self._counts.add(stored=len(done))
+        numbers = self._counts.numbers
+        numbers["stored_blocks"] += len(done)
         if not move.error:
-            self._counts.add(refused=len(keys) - len(stored))
+            numbers["refused_blocks"] += len(keys) - len(stored)
             self._counts.store_error = ""
             self._try("on_stored", lambda: self.on_stored(batch))
         elif move.error != CANCELLED:
@@ -424,7 +425,10 @@ class JobTier(Tier):
             return
         done, corrupt = move.keys_with(BlockOutcome.DONE), move.keys_with(BlockOutcome.CORRUPT)
         lost = _without(keys, done)
-        self._counts.add(loaded=len(done), corrupt=len(corrupt), missed=len(lost) - len(corrupt))
+        numbers = self._counts.numbers
+        numbers["loaded_blocks"] += len(done)
+        numbers["corrupt_blocks"] += len(corrupt)
+        numbers["missed_blocks"] += len(lost) - len(corrupt)
         removed = catalog.forget(lost, corrupt) if lost else []
         self._try("on_loaded", lambda: self.on_loaded(batch))
         self._jobs.end_part(move, done, lost, removed)

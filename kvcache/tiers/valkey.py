@@ -132,6 +132,7 @@ class ValkeyTier(SharedStoreTier):
         self._options = _client_options(values)
         self._url, self._is_cluster, self._timeout_s = values.url, values.cluster, values.timeout_s
         self._ttl_ms = None if values.ttl_s is None else max(1, int(values.ttl_s * 1000))
+        # One lock, because a cluster's client reads the topology while it is made.
         self._connecting = Lock()
         self._client: Any = None
         super().__init__(
@@ -264,7 +265,6 @@ class ValkeyTier(SharedStoreTier):
             self._client.close()
 
     def _server(self) -> Any:
-        # A cluster's client reads the topology when it is made: one thread at a time does.
         with self._connecting:
             if self._client is None:
                 self._client = _client_of(self._url, self._is_cluster, self._options)
@@ -325,6 +325,7 @@ def clear_server(
         if values.cluster:
             nodes = [client.get_valkey_connection(node) for node in client.get_primaries()]
         pattern = prefix.encode() + b"*"
+        # Counted before anything is deleted, so that `confirm` can name what would be lost and who uses it.
         counts: dict[str, int] = {}
         clients: list[str] | None = []
         for node in nodes:

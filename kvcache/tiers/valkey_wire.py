@@ -156,9 +156,9 @@ class Channel:
             for target in targets:
                 self._reader.readinto(target)
         else:
-            left = num_bytes
-            while left:
-                left -= len(self._reader.read(min(left, _READ_BYTES)))
+            num_left = num_bytes
+            while num_left:
+                num_left -= len(self._reader.read(min(num_left, _READ_BYTES)))
         if self._reader.read(2) != b"\r\n":
             raise WireError("a value does not end where its length says")
         return num_bytes

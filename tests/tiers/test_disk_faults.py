@@ -20,7 +20,7 @@ from kvcache.tiers.disk.directory import TierDirectory, clear_directory
 from kvcache.tiers.disk.header import TierDirectoryError
 from kvcache.tiers.disk.maintenance import compact_tier, inspect_tier, verify_tier
 from kvcache.tiers.disk.slot_table import SlotTable
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 FILES = ["kvcache.json", "lock", "data", "records", "recency"]
 
@@ -585,7 +585,7 @@ def test_directory_that_cannot_be_looked_at_for_a_while_is_not_taken_for_removed
 
 def test_unavailable_reason_of_a_directory_that_may_not_be_searched_is_the_error(bench, monkeypatch):
     monkeypatch.setattr(directory_module.Path, "exists", raiser(errno.EACCES))
-    assert "Permission denied" in DiskTier.unavailable_reason({"path": str(bench.path), "capacity": 1 << 20})
+    assert "Permission denied" in DiskTier.unavailable_reason(DiskOptions(path=str(bench.path), capacity=1 << 20))
 
 
 def test_modes_that_cannot_be_changed_are_warned_of(bench, monkeypatch, caplog):

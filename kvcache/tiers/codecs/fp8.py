@@ -84,8 +84,8 @@ class Fp8Codec(Codec):
     def decode(self, code: memoryview, block: memoryview) -> None:
         if len(code) != self.max_bytes:
             raise ValueError(f"a code of {self.max_bytes} bytes is expected, got {len(code)}")
-        given = torch.frombuffer(code, dtype=torch.uint8)
+        source = torch.frombuffer(code, dtype=torch.uint8)
         split = self._num_groups * _SCALE_BYTES
-        scales = given[:split].view(torch.float32).view(self._num_groups, 1)
-        codes = given[split:].view(torch.float8_e4m3fn).view(self._num_groups, self._group)
+        scales = source[:split].view(torch.float32).view(self._num_groups, 1)
+        codes = source[split:].view(torch.float8_e4m3fn).view(self._num_groups, self._group)
         torch.frombuffer(block, dtype=self._dtype).view(self._num_groups, self._group).copy_(codes.float() * scales)

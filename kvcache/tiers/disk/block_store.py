@@ -73,8 +73,8 @@ class BlockStore:
             for i, (key, row, check) in enumerate(zip(keys, rows, checks, strict=True))
         ]
         if may_wipe and not self._read_only:
-            for i, one in enumerate(is_good):
-                if not one:
+            for i, good in enumerate(is_good):
+                if not good:
                     self.table.void(first_slot + i, 1)
         return is_good
 

@@ -271,10 +271,10 @@ class TierDirectory:
     def is_present(self, data_fd: int) -> bool:
         """Return whether the path still leads to the open file `data_fd`; raise OSError if that is unknown."""
         try:
-            found = (self.path / DATA).stat()
+            status = (self.path / DATA).stat()
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return os.path.samestat(found, os.fstat(data_fd))
+        return os.path.samestat(status, os.fstat(data_fd))
 
     def write_header(self, header: Header) -> None:
         """Replace the header durably. A crash leaves the old or the new one; after this call it is the new one."""
@@ -342,25 +342,25 @@ class TierDirectory:
         _sign(fd)
 
     def _open(self, header: Header | None) -> Header:
-        found = self._read_header()
-        if found is None:
+        stored = self._read_header()
+        if stored is None:
             if header is None:
                 raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {HEADER}")
             return self.resize(header, afresh=True)
         if header is not None:
-            found.check_same(header, self.path)
-        is_void = self._void_salt() == found.salt
+            stored.check_same(header, self.path)
+        is_void = self._void_salt() == stored.salt
         if self._read_only:
-            return found.after_reset() if is_void else found
-        wanted = replace(found, resizing=False, num_slots=found.num_slots if header is None else header.num_slots)
+            return stored.after_reset() if is_void else stored
+        target = replace(stored, resizing=False, num_slots=stored.num_slots if header is None else header.num_slots)
         if is_void:
-            wanted = wanted.after_reset()
-        is_cut = not found.resizing and self._drop_cut_records(found, may_mend=header is not None)
-        if found.resizing or is_cut or wanted.num_slots != found.num_slots:
-            return self.resize(wanted)
+            target = target.after_reset()
+        is_cut = not stored.resizing and self._drop_cut_records(stored, may_mend=header is not None)
+        if stored.resizing or is_cut or target.num_slots != stored.num_slots:
+            return self.resize(target)
         if is_void:
-            self.write_header(wanted)
-        return wanted
+            self.write_header(target)
+        return target
 
     def _void_salt(self) -> int:
         """Return the salt of the generation that an interrupted reset made void, or 0."""
@@ -393,8 +393,8 @@ class TierDirectory:
         wrong = self._wrong_lengths(header, may_mend)
         if not wrong:
             return False
-        found = {name: self._length(name) for name in lengths}
-        num_whole = min(found[DATA] // header.slot_bytes, found[RECORDS] // RECORD_BYTES)
+        sizes = {name: self._length(name) for name in lengths}
+        num_whole = min(sizes[DATA] // header.slot_bytes, sizes[RECORDS] // RECORD_BYTES)
         _LOG.warning(
             "disk tier directory %s was cut: %s; %d of %d slots are kept",
             self.path,
@@ -402,15 +402,15 @@ class TierDirectory:
             num_whole,
             header.num_slots,
         )
-        if found[RECORDS] > num_whole * RECORD_BYTES:
+        if sizes[RECORDS] > num_whole * RECORD_BYTES:
             self.truncate(RECORDS, num_whole * RECORD_BYTES)
         return True
 
     def _wrong_lengths(self, header: Header, may_mend: bool) -> dict[str, int]:
         """Return the files with another length than their slots, and it; TierDirectoryError if one cannot be mended."""
         lengths = header.file_bytes()
-        found = {name: self._length(name) for name in lengths}
-        wrong = {name: num_bytes for name, num_bytes in found.items() if num_bytes != lengths[name]}
+        sizes = {name: self._length(name) for name in lengths}
+        wrong = {name: num_bytes for name, num_bytes in sizes.items() if num_bytes != lengths[name]}
         for name, num_bytes in wrong.items():
             # The header is not sealed, so its capacity may be wrong and the files right.
             if num_bytes > lengths[name] or not may_mend:

@@ -49,15 +49,15 @@ class TierFacts:
 def inspect_tier(path: Path) -> TierFacts:
     """Read a directory's header and index; another process may be writing to it."""
     with _opened(path, read_only=True) as (store, _):
-        found = store.table.load()
-        uses = store.table.recency["uses"][found.slots]
+        blocks_found = store.table.load()
+        uses = store.table.recency["uses"][blocks_found.slots]
         header = store.directory.header
         return TierFacts(
             path=str(path),
             fingerprint=header.fingerprint,
             block_bytes=header.block_bytes,
             num_slots=header.num_slots,
-            num_held=len(set(found.keys)),
+            num_held=len(set(blocks_found.keys)),
             capacity_bytes=capacity_for(header.num_slots, header.block_bytes),
             bytes_on_disk=directory_bytes(path),
             epoch=header.epoch,
@@ -76,15 +76,15 @@ def verify_tier(path: Path, wipe: bool = False, progress: Progress | None = None
     """
     with _opened(path, read_only=not wipe) as (store, rows):
         generation = store.table.generation
-        found = store.table.load()
-        order = np.argsort(found.slots)
+        blocks_found = store.table.load()
+        order = np.argsort(blocks_found.slots)
         num_good = num_bad = 0
         groups = [order[i : i + _NUM_ROWS].tolist() for i in range(0, len(order), _NUM_ROWS)]
 
         def read(group: list[int], row: memoryview) -> list[bool]:
             is_good = []
             for i in group:
-                is_good += store.read(int(found.slots[i]), [found.keys[i]], [row], generation, wipe)
+                is_good += store.read(int(blocks_found.slots[i]), [blocks_found.keys[i]], [row], generation, wipe)
             return is_good
 
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
@@ -108,35 +108,35 @@ def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progre
         directory, table = store.directory, store.table
         header = directory.header
         num_slots = header.num_slots if capacity_bytes is None else num_slots_within(capacity_bytes, header.block_bytes)
-        found = table.load()
+        blocks_found = table.load()
         # Of a key that stands in two slots, both may be moved: the later record still is the right one.
-        kept = range(max(0, len(found.keys) - num_slots), len(found.keys))
-        free = sorted(set(range(len(kept))) - {int(found.slots[i]) for i in kept}, reverse=True)
+        kept = range(max(0, len(blocks_found.keys) - num_slots), len(blocks_found.keys))
+        free = sorted(set(range(len(kept))) - {int(blocks_found.slots[i]) for i in kept}, reverse=True)
         for num_done, i in enumerate(kept):
-            slot = int(found.slots[i])
+            slot = int(blocks_found.slots[i])
             if slot >= len(kept):
-                _move_block(store, rows[0], found, i, free.pop())
+                _move_block(store, rows[0], blocks_found, i, free.pop())
             if progress is not None:
                 progress(num_done + 1, len(kept))
         os.fdatasync(store.fd)
-        for i in range(len(found.keys) - len(kept)):
-            slot = int(found.slots[i])
+        for i in range(len(blocks_found.keys) - len(kept)):
+            slot = int(blocks_found.slots[i])
             if slot >= len(kept) or slot in free:
                 table.void(slot, 1)
         table.flush()
-        wanted = replace(header, num_slots=num_slots, resizing=True)
-        directory.write_header(wanted)
+        new_header = replace(header, num_slots=num_slots, resizing=True)
+        directory.write_header(new_header)
         directory.truncate(DATA, len(kept) * header.slot_bytes)
-        directory.resize(replace(wanted, resizing=False))
+        directory.resize(replace(new_header, resizing=False))
     return inspect_tier(path)
 
 
-def _move_block(store: BlockStore, row: memoryview, found: Found, i: int, target: int) -> None:
-    slot, key, table = int(found.slots[i]), found.keys[i], store.table
+def _move_block(store: BlockStore, row: memoryview, blocks_found: Found, i: int, target: int) -> None:
+    slot, key, table = int(blocks_found.slots[i]), blocks_found.keys[i], store.table
     if not store.read(slot, [key], [row], table.generation)[0]:
         return
-    store.write(target, [int(found.seqs[i])], [key], [row], table.generation)
-    table.stamp(np.array([target]), np.array([found.times[i]], np.uint64))
+    store.write(target, [int(blocks_found.seqs[i])], [key], [row], table.generation)
+    table.stamp(np.array([target]), np.array([blocks_found.times[i]], np.uint64))
     table.recency["uses"][target] = table.recency["uses"][slot]
     table.void(slot, 1)
 

@@ -122,18 +122,19 @@ class DiskTier(JobTier):
         **options: Any,
     ) -> None:
         values = DiskOptions(path=os.fspath(path), capacity=capacity_bytes, **options)
-        block_bytes, given = stored_form(codec, host_blocks, fingerprint)
+        block_bytes, described = stored_form(codec, host_blocks, fingerprint)
         try:
-            plain = json.loads(json.dumps(given, allow_nan=False))
+            plain = json.loads(json.dumps(described, allow_nan=False))
         except RecursionError:
-            raise ValueError("fingerprint must be what JSON can say, got one nested too deeply") from None
+            raise ValueError("fingerprint must be JSON-serializable, got one nested too deeply") from None
         except (TypeError, ValueError) as error:
-            raise ValueError(f"fingerprint must be what JSON can say, got {fingerprint!r}") from error
+            raise ValueError(f"fingerprint must be JSON-serializable, got {fingerprint!r}") from error
         self.path = Path(path)
         self.capacity_bytes = values.capacity
         self._header = Header.fresh(block_bytes, num_slots_within(values.capacity, block_bytes), plain)
         self._is_read_only = values.read_only
         self._preallocate = values.preallocate
+        # Consecutive slots move in one call only if no padding lies between two blocks.
         is_packed = self._header.slot_bytes == block_bytes
         max_run_blocks = max(1, min(MAX_RUN_BLOCKS, values.max_io_bytes // block_bytes)) if is_packed else 1
         self._store: BlockStore | None = None
@@ -207,7 +208,7 @@ class DiskTier(JobTier):
             return None
         text = "disk tier %s: %d blocks did not verify and count as misses, read from slot %d on"
         self._warnings.warn("corrupt", text, self.path, is_good.count(False), first_slot)
-        return [BlockOutcome.DONE if one else BlockOutcome.CORRUPT for one in is_good]
+        return [BlockOutcome.DONE if good else BlockOutcome.CORRUPT for good in is_good]
 
     def put(self, batch: TierBatch) -> list[BlockOutcome] | None:
         store, (number, generation) = self._opened(), self._current
