@@ -270,6 +270,7 @@ def test_foreign_file_beside_lock_is_left_alone(bench, lock, name):
     bench.path.mkdir()
     (bench.path / "lock").write_bytes(lock)
     (bench.path / name).write_text("precious")
+    assert "is no disk tier" in DiskTier.unavailable_reason(DiskOptions(path=str(bench.path), capacity=1 << 20))
     for use in (lambda: clear_directory(bench.path), bench.open):
         with pytest.raises(TierDirectoryError, match="is no disk tier"):
             use()
@@ -584,7 +585,7 @@ def test_directory_that_cannot_be_looked_at_for_a_while_is_not_taken_for_removed
 
 
 def test_unavailable_reason_of_a_directory_that_may_not_be_searched_is_the_error(bench, monkeypatch):
-    monkeypatch.setattr(directory_module.Path, "exists", raiser(errno.EACCES))
+    monkeypatch.setattr(directory_module.Path, "iterdir", raiser(errno.EACCES))
     assert "Permission denied" in DiskTier.unavailable_reason(DiskOptions(path=str(bench.path), capacity=1 << 20))
 
 

@@ -105,13 +105,13 @@ def refusal_of(path: str | os.PathLike[str], read_only: bool) -> str:
     path = Path(path)
     try:
         with suppress(FileNotFoundError):
-            names = {entry.name for entry in path.iterdir()}
+            names = {entry.name for entry in path.iterdir()} - {"lost+found"}
             if HEADER in names or (read_only and names):
                 with closing(TierDirectory(path, None, read_only=True)) as directory:
                     if not read_only:
                         directory.check_lengths()
-            elif not names - {"lost+found"} <= _OURS or (names & _OURS and _LOCK not in names):
-                foreign = ", ".join(sorted(names - {"lost+found"})[:5])
+            elif not _is_ours(path, names):
+                foreign = ", ".join(sorted(names)[:5])
                 return f"directory {path} is no disk tier: it has no {HEADER}, but {foreign}"
         if read_only and not (path / HEADER).exists():
             return f"disk tier directory {path} is to be read only, and holds no tier yet"
@@ -128,9 +128,7 @@ def clear_directory(path: Path) -> int:
     The header goes first, so the directory counts as new after an interruption.
     """
     names = {name.name for name in path.iterdir()} - {"lost+found"}
-    with closing_fd(os.open(path, _FOLDER_FLAGS)) as folder_fd:
-        is_ours = bool(names) and names <= _OURS and (HEADER in names or _is_without_header(folder_fd, names))
-    if not is_ours:
+    if not names or not _is_ours(path, names):
         raise TierDirectoryError(
             f"directory {path} is no disk tier: it holds {', '.join(sorted(names)[:5]) or 'nothing'}"
         )
@@ -146,16 +144,19 @@ def clear_directory(path: Path) -> int:
         return num_bytes - directory_bytes(path)
 
 
-def _is_without_header(folder_fd: int, names: set[str]) -> bool:
-    """Return whether a folder of these files was a tier's when its making or its clearing was interrupted.
+def _is_ours(path: str | os.PathLike[str], names: set[str], folder_fd: int | None = None) -> bool:
+    """Return whether a folder of these files is a tier's, also after its making or its clearing was interrupted.
 
-    Slots are written after the first header, so files of slots lie beside a lock that a writer has signed.
+    The folder at `path`, or the open one `folder_fd`. Slots are written after the first header, so files of slots lie
+    beside a lock that a writer has signed.
     """
+    if not names <= _OURS or HEADER in names:
+        return names <= _OURS
     if names <= {_LOCK, _NEW_HEADER}:
         return not names or _LOCK in names
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        with closing_fd(os.open(_LOCK, flags, dir_fd=folder_fd)) as fd:
+        with closing_fd(os.open(Path(path) / _LOCK if folder_fd is None else _LOCK, flags, dir_fd=folder_fd)) as fd:
             signature = os.pread(fd, _MARK_OFFSET, 0)
     except OSError:
         return False
@@ -332,7 +333,7 @@ class TierDirectory:
         # By the descriptor: the path may lead elsewhere by now.
         names = set(os.listdir(self._fd)) - {"lost+found"}  # noqa: PTH208
         # The lock is made and signed first and never deleted: a file "data" without it is not ours.
-        is_new = may_be_new and names <= _OURS and _is_without_header(self._fd, names)
+        is_new = may_be_new and _is_ours(self.path, names, self._fd)
         if HEADER not in names and not is_new:
             raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {HEADER}")
 
