@@ -33,7 +33,8 @@ ROOT = HERE.parents[1]
 STAGES = ("folder", "test", "all")
 NEWLINE = "\u23ce"
 COMPILED = {".pyx": 15, ".pxd": 60, ".h": 90}  # seconds to compile again, about
-NEEDED = ("kvcache", "tests", "docs", "examples", "asv_benchmarks", "setup.py", "pyproject.toml", "README.md")
+NEEDED = (*("kvcache", "tests", "docs", "examples", "asv_benchmarks", ".ci", "setup.py", "pyproject.toml", "Makefile"),
+          *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "constraints.txt", "MANIFEST.in"))  # fmt: skip
 TEST_TIMEOUT_S = 120
 
 
@@ -139,9 +140,6 @@ def make_pristine(folder: Path) -> None:
             shutil.copytree(source, folder / name, ignore=skipped)
         else:
             shutil.copy2(source, folder)
-    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "constraints.txt", "MANIFEST.in", ".ci"):
-        source = ROOT / name
-        (shutil.copytree if source.is_dir() else shutil.copy2)(source, folder / name)
     # Objects of an earlier build in the checkout save compiling: times of files travel with them.
     for source in [ROOT / "build" / "cython", *(ROOT / "build").glob("temp.*")]:
         if source.is_dir():
@@ -162,8 +160,8 @@ def run_stage(folder: Path, stage: str, tests: list[str], limit_s: float, withou
     shared = [path for path in (ROOT.parent / "shared", ROOT.parent.parent / "shared") if (path / "traces").is_dir()]
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "CI": "true", "PYTHONHASHSEED": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    env.setdefault("KVCACHE_SHARED", str(shared[0]) if shared else "")
-    for name in ("KVCACHE_EXPECT_IN", "KVCACHE_MAX_TEST_CPU_S", *(() if env["KVCACHE_SHARED"] else ["KVCACHE_SHARED"])):
+    env |= {"KVCACHE_SHARED": str(shared[0])} if shared and "KVCACHE_SHARED" not in env else {}
+    for name in ("KVCACHE_EXPECT_IN", "KVCACHE_MAX_TEST_CPU_S"):
         env.pop(name, None)
     marks = {"folder": "not slow", "test": "not slow and not other_policy", "all": "slow or other_policy or hypothesis"}
     if stage == "all":
@@ -194,7 +192,7 @@ def run_stage(folder: Path, stage: str, tests: list[str], limit_s: float, withou
         process.wait()
     if process.returncode in (0, 5):
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", output, re.MULTILINE)
     return failed[1] if failed else "hangs" if process.returncode == -signal.SIGXCPU else "crashes"
 
 
@@ -259,7 +257,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=300, help="CPU time of a stage; beyond it, a fault is found")
     parser.add_argument("--results", type=Path, help="JSON lines, appended; a fault in it is not run again")
     parser.add_argument("--least-share", type=float, default=0, help="exit with 1 if a smaller share is found")
-    parser.add_argument("--list", action="store_true", help="only print the table")
     args = parser.parse_args(argv)
     faults = read_faults()
     for fault in faults:
@@ -269,15 +266,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.sample:
         print(f"a sample of {args.sample}, --seed {args.seed}", flush=True)
         chosen = draw(chosen, args.sample, args.budget_s, random.Random(args.seed))
-    results: dict[str, dict[str, object]] = {}
-    if args.results is not None and args.results.exists():
-        results = {row["fault"]: row for row in map(json.loads, args.results.read_text().splitlines())}
+    lines = args.results.read_text().splitlines() if args.results is not None and args.results.exists() else []
     ids = {fault.id for fault in chosen}
-    results = {key: row for key, row in results.items() if key in ids}
+    results = {row["fault"]: row for row in map(json.loads, lines) if row["fault"] in ids}
     # What was not found is run again if a later stage is asked for.
     todo = [one for one in chosen if one.id not in results or not (
         results[one.id]["found"] or set(args.stages) <= set(results[one.id]["stages"]))]  # fmt: skip
-    if todo and not args.list:
+    if todo:
         with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
             make_pristine(Path(scratch, "pristine"))
             copies: SimpleQueue[Copy] = SimpleQueue()
