@@ -710,7 +710,7 @@ cdef void _attach_behind(BlockTable table, const int32_t* rows, Py_ssize_t n, in
 
 
 cdef void _keep_taken(ReplacementPolicy policy, RequestKeys names, Batch batch, Py_ssize_t n) noexcept nogil:
-    """Reduce the picked keys to those that the policy takes, in the order offered, if it takes others than the first."""
+    """Keep those of the picked keys that the policy takes, in the order offered, if it takes others than the first."""
     cdef Py_ssize_t i, num_taken = 0
     if not policy.takes_any:
         return

@@ -4,7 +4,6 @@ Compiled because it is a PolicyAdapter. The rules are the project's own. Compare
 and the Gittins index.
 """
 
-cimport cython
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
@@ -786,7 +785,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             if known[group] != 0:
                 raise BlockStateError(f"invariant broken: group {group} counts {known[group]} members too many")
         return 0
-
 
     cdef Py_ssize_t _check_unlisted(self, dict known, dict kids) except -1:
         """Check the rows that are in no group's list, and return their number."""

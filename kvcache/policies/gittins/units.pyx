@@ -260,7 +260,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         A boundary is given up along its parents. They differ from the path if a request has not named all its keys.
         """
         cdef Py_ssize_t i
-        cdef int32_t parent, row = names.row_now(self.table, self.path[end - 1])
+        cdef int32_t parent = 0, row = names.row_now(self.table, self.path[end - 1])
         for i in range(end - 1, max(end - self.largest_window, 0) - 1, -1):
             if row == 0:
                 return False
@@ -783,7 +783,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                     ancestor = self._parent_of(ancestor)
         for row in range(self.table.first, self.table.first + self.table.num_fresh):
             if rows[row].key != NULL and self.units[row].needs != needs.pop(row, 0):
-                raise BlockStateError(f"invariant broken: row {row} is not needed by {self.units[row].needs} boundaries")
+                raise BlockStateError(f"invariant broken: row {row} counts {self.units[row].needs} boundaries")
             if rows[row].key != NULL and rows[row].list_idx == WINDOWED:
                 num_windowed += 1
                 if self.units[row].needs == 0:
