@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from kvcache.registry import how_to_install
@@ -34,9 +33,7 @@ def build_app() -> typer.Typer:
         cls=LabGroup,
     )
     app.callback()(common.root)
-    # By name: no file outside `lab` imports it.
-    common.add_command(app, "check", check.check, import_module("kvcache.lab.commands.mount").ModelCommand)
-    for run in (options.options, status.status, top.top):
+    for run in (check.check, options.options, status.status, top.top):
         common.add_command(app, run.__name__, run)
     app.add_typer(typer.Typer(help="Measure this machine.", no_args_is_help=True, cls=LabGroup), name="bench")
     app.add_typer(typer.Typer(help="Make traces of requests.", no_args_is_help=True, cls=LabGroup), name="trace")

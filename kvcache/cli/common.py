@@ -17,7 +17,6 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from typer.core import TyperCommand
 
 Number = TypeVar("Number", int, float)
 
@@ -52,14 +51,12 @@ def root(
     """Offload the KV cache of large language models: try it, replay traces, measure."""
 
 
-def add_command(
-    app: typer.Typer, name: str, run: Callable[..., None], cls: type[TyperCommand] | None = None, examples: str = ""
-) -> None:
+def add_command(app: typer.Typer, name: str, run: Callable[..., None], examples: str = "") -> None:
     """Mount a command; lists of commands show the first paragraph of its docstring, `examples` end its help."""
     summary = inspect.cleandoc(run.__doc__ or "").partition("\n\n")[0]
     # \b keeps the lines of a paragraph as they are.
     epilog = f"\b\nExamples:\n{textwrap.indent(inspect.cleandoc(examples), '  ')}" if examples else None
-    app.command(name, short_help=" ".join(summary.split()), cls=cls, epilog=epilog)(run)
+    app.command(name, short_help=" ".join(summary.split()), epilog=epilog)(run)
 
 
 def at_least(option: str, value: Number, least: int) -> Number:
