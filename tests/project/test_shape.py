@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "kvcache").is_dir(), reason="the sources are not beside the tests")
 MAX_ATTRIBUTES = 16
 MAX_PYTHON_LINES = 60
 MAX_CYTHON_LINES = 80
