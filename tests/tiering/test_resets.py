@@ -62,6 +62,7 @@ def test_plain_tier_is_reset_without_version(tmp_path, is_recorded):
     tier = PlainTier(8, np.zeros((8, 4), np.uint8), is_automatic=True)
     manager = TieredOffloadingManager(8, 8, [tier])
     if is_recorded:
+        pytest.importorskip("msgspec")
         Recorder(manager, tmp_path / "r.kvrec")
     manager.reset_cache(version=7)
     manager.on_schedule_end()
@@ -71,6 +72,7 @@ def test_plain_tier_is_reset_without_version(tmp_path, is_recorded):
 
 
 def test_recorded_manager_takes_a_version(tmp_path):
+    pytest.importorskip("msgspec")
     tier = VersionedTier()
     manager = TieredOffloadingManager(8, 8, [tier])
     Recorder(manager, tmp_path / "r.kvrec")
