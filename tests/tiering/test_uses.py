@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcache.request import ReqContext
@@ -33,6 +33,16 @@ def shown(queue):
 
 
 @given(ACTIONS)
+@example(
+    [
+        ([b"00"] * 6 + [b"02", b"03"], None),
+        REQUESTS[0],
+        ([b"00"] * 7 + [b"01"], None),
+        None,
+        ([b"00"], None),
+        None,
+    ]
+)
 def test_queue_keeps_order_of_last_uses(actions):
     queue, recorded, told = UseQueue(STEP, LIMIT), [], []
     for action in actions:
@@ -40,7 +50,8 @@ def test_queue_keeps_order_of_last_uses(actions):
             before = len(queue)
             entries = shown(queue)
             assert len(entries) <= max(2 * STEP, before // 4 + 1)
-            assert len(entries) >= min(before, STEP) or queue.num_dropped
+            # Merging may leave fewer entries than there were, but a step is only short if it empties the queue.
+            assert len(entries) >= STEP or not queue
             told += entries
         elif isinstance(action, ReqContext):
             queue.end(action)
@@ -114,7 +125,7 @@ def test_flood_of_uses_is_bounded_and_counted(world):
         steps += 1
     assert steps < 40
     assert world.controller.stats().dropped_uses + len(world.tier.order) == num_added
-    # What was used last is what the tier was told last.
+    # The last use is the last one that the tier receives.
     assert list(world.tier.order)[:-2049:-1] == [b"23-7-%d" % i for i in range(2048)]
 
 
