@@ -1,4 +1,4 @@
-"""UseQueue: uses of blocks that one tier is yet to be told of.
+"""UseQueue: uses of blocks that wait to be passed on to one tier.
 
 Requests may use blocks faster than scheduler steps can pass on. So the queue is bounded: a tier that misses the oldest
 uses evicts a little worse, but a queue without a bound takes all memory.

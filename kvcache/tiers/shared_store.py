@@ -127,7 +127,7 @@ class SharedStoreTier(JobTier):
     def are_held(self, names: list[bytes]) -> Sequence[bool]:
         """Return per name whether the store has a value."""
 
-    # What a store may have besides.
+    # Methods that a store may override.
 
     def connect(self) -> None:
         """Connect, if that is not done yet; called at the start and every `maintain_interval_s`."""
@@ -138,7 +138,7 @@ class SharedStoreTier(JobTier):
     def delete_older(self, prefix: bytes) -> None:
         """Delete all names that begin with `prefix`. Without it, the store itself must evict blocks of old epochs."""
 
-    # What is the same for every store.
+    # The rest is the same for every store.
 
     @property
     def epoch_name(self) -> bytes:
@@ -150,7 +150,7 @@ class SharedStoreTier(JobTier):
         return b"%b:%b:%b" % (self.prefix, self._epoch.encode("latin-1"), key)
 
     def open(self) -> None:
-        # Without a store the engine starts all the same, and each later call tries again.
+        # The engine also starts without a store; each later call tries again.
         with suppress(OSError):
             self.connect()
             self._join_epoch()
@@ -209,7 +209,7 @@ class SharedStoreTier(JobTier):
                 self.announce_epoch(self._namespace.epoch_of(None), replace=False)
 
     def _join_epoch(self) -> None:
-        """Take the announced epoch, once. If there is none, announce one; engines that start together share it."""
+        """Take the announced epoch once, or announce one if it is missing. Engines that start together share it."""
         if self._epoch:
             return
         # One thread at a time: another one must not join the epoch that a reset has just left.

@@ -301,7 +301,7 @@ class ValkeyTier(SharedStoreTier):
 
 
 def _read_value(server: Channel, targets: tuple[memoryview, memoryview]) -> int:
-    """Read a value into buffers, and return its length or `MISSING`; 0 for what is no string."""
+    """Read a value into buffers, and return its length or `MISSING`; 0 if it is not a string."""
     try:
         return server.read_value(targets)
     except ServerError as error:

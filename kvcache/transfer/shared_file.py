@@ -200,7 +200,7 @@ def _unused_bytes(path: Path) -> int | None:
 def _is_in_use(name: str) -> bool:
     """Return whether a process that this one can look into maps a file of this name or has it open."""
     for process in Path("/proc").glob("[0-9]*"):
-        # A process that has ended; or one with more rights than this one, which is no engine of this user.
+        # The process has ended, or has more rights than this one, so it is not an engine of this user.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             if f"/{name}" in (process / "maps").read_text(errors="replace"):
                 return True

@@ -40,7 +40,7 @@ TEST_TIMEOUT_S = 120
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault: a text that occurs once in a file of the package, and what a tired engineer would have written."""
+    """One fault: a text that occurs once in a file of the package, and the faulty text in its place."""
 
     area: str
     file: str
@@ -131,7 +131,7 @@ class Copy:
 
 
 def make_pristine(folder: Path) -> None:
-    """Copy what the tests read, with the built modules, and compile what is not up to date."""
+    """Copy the files that the tests read, with the built modules, and compile outdated modules."""
     folder.mkdir()
     skipped = shutil.ignore_patterns("__pycache__", "_build", "html", "results")
     for name in NEEDED:
@@ -269,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     lines = args.results.read_text().splitlines() if args.results is not None and args.results.exists() else []
     ids = {fault.id for fault in chosen}
     results = {row["fault"]: row for row in map(json.loads, lines) if row["fault"] in ids}
-    # What was not found is run again if a later stage is asked for.
+    # A fault that was not found is run again if a later stage is asked for.
     todo = [one for one in chosen if one.id not in results or not (
         results[one.id]["found"] or set(args.stages) <= set(results[one.id]["stages"]))]  # fmt: skip
     if todo:

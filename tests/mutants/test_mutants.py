@@ -1,4 +1,4 @@
-"""The table of planted faults applies to the package as it stands, and the driver tells found faults from others."""
+"""The table of planted faults applies to the package as it stands, and the driver distinguishes found faults."""
 
 from __future__ import annotations
 

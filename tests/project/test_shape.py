@@ -1,4 +1,4 @@
-"""Classes and functions stay small, and local names say what they hold; everything that serves, so all but the lab."""
+"""Outside the lab, classes and functions stay small, and local names are nouns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CYTHON_LINES = 80
 MAX_VAGUE_SHARE = 0.01
 VAGUE = {"one", "found", "given", "fresh", "wanted", "own", "left"}
 
-# What is still too large, with its size. Entries are only removed; a size never grows.
+# Classes and functions that are still too large, with their sizes. Entries are only removed; a size never grows.
 LARGE_CLASSES: dict[str, int] = {
     "control/generic_cache.py:GenericBlockCache": 21,
     "control/pool.py:BlockPool": 23,
@@ -112,7 +112,7 @@ def local_names(node: Function) -> set[str]:
 
 
 def compare(sizes: dict[str, int], known: dict[str, int], limit: int) -> list[str]:
-    """Return what exceeds `limit` and is not `known`, and what is known and no longer so large."""
+    """Return the names that exceed `limit` and are not `known`, and the known ones that are within it."""
     faults = [f"{name}: {size}, at most {known.get(name, limit)}" for name, size in sorted(sizes.items())
               if size > known.get(name, limit)]  # fmt: skip
     stale = [f"{name} is within the limit: remove its entry" for name in known if sizes.get(name, 0) <= limit]

@@ -158,7 +158,7 @@ def test_same_version_shares_after_reset(server, opened):
     store(engines[0], KEYS[4:8])
     assert held_by(engines, KEYS[4:8]) == [4] * 4
     assert load(engines[3], KEYS[4:8]).done == KEYS[4:8]
-    # What an engine stored first under the version outlives the resets of the others, and a second one of its own.
+    # Blocks stored under the version outlive the resets of other engines to it, and a second one of the same engine.
     reset_all(engines, 7, 7, 7, 7)
     assert held_by(engines, KEYS[4:8]) == [4] * 4
 

@@ -556,7 +556,7 @@ def test_worker_result_that_cannot_be_counted_costs_no_other_result(worker, capl
 def test_worker_counts_bytes_and_times_of_whole_jobs_only(worker):
     handler, kind = MinimalHandler(), ("GPU", "CPU")
     handler.get_finished = lambda: [TransferResult(1, False, 64, 9.0, kind), TransferResult(2, True, 8, 0.5, kind)]
-    # Of two ways, it is asked once.
+    # A handler of two routes is asked once.
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, handler)
     worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, handler)
     assert [result.job_id for result in worker.get_finished()] == [1, 2]

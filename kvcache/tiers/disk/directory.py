@@ -100,7 +100,7 @@ def writer_of(path: str | os.PathLike[str]) -> str:
 def refusal_of(path: str | os.PathLike[str], read_only: bool) -> str:
     """Return why a tier could not open a directory, apart from its blocks' size and model; "" if it can.
 
-    Nothing is made or changed. A missing directory is none of a tier that only reads.
+    Nothing is made or changed. A tier that only reads needs a directory that exists.
     """
     path = Path(path)
     try:
@@ -408,7 +408,7 @@ class TierDirectory:
         return True
 
     def _wrong_lengths(self, header: Header, may_mend: bool) -> dict[str, int]:
-        """Return the files with another length than their slots, and it; TierDirectoryError if one cannot be mended."""
+        """Return the files of a wrong length, with that length; raise TierDirectoryError if one cannot be repaired."""
         lengths = header.file_bytes()
         sizes = {name: self._length(name) for name in lengths}
         wrong = {name: num_bytes for name, num_bytes in sizes.items() if num_bytes != lengths[name]}
