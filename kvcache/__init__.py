@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         ARCCachePolicy,
         CachePolicy,
         GittinsCachePolicy,
-        LFUDACachePolicy,
         LRUCachePolicy,
         MQCachePolicy,
         RequestUses,

@@ -169,7 +169,6 @@ POLICIES = Registry(
         "arc": "kvcache.policies.arc:ARCCachePolicy",
         "mq": "kvcache.policies.mq:MQCachePolicy",
         "amq": "kvcache.policies.mq:AMQCachePolicy",
-        "lfuda": "kvcache.policies.lfuda:LFUDACachePolicy",
         "gittins": "kvcache.policies.gittins:GittinsCachePolicy",
     },
     "kvcache.policies.base:CachePolicy",

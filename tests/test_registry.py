@@ -12,7 +12,7 @@ from kvcache import ARCCachePolicy, CPUOffloadingManager, LRUCachePolicy
 from kvcache.registry import CODECS, EXPORTERS, POLICIES, SPECS, TIERS, Registry
 from kvcache.testing.reference import ReferenceLRU
 
-BUILT_IN = ["lru", "arc", "mq", "amq", "lfuda", "gittins"]
+BUILT_IN = ["lru", "arc", "mq", "amq", "gittins"]
 
 
 def test_built_in_ones_are_listed_first_exported_and_documented() -> None:
@@ -39,7 +39,7 @@ def test_a_policy_may_be_picked_by_class_and_by_path() -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("lrru", r"unknown policy 'lrru', known ones: lru, arc, mq, amq, lfuda, gittins.*did you mean 'lru'"),
+        ("lrru", r"unknown policy 'lrru', known ones: lru, arc, mq, amq, gittins.*did you mean 'lru'"),
         ("", "unknown policy ''"),
         ("no_such_package.module:Policy", "cannot be imported"),
         ("kvcache.policies.lru:NoSuchPolicy", "cannot be imported"),

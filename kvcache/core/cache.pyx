@@ -695,13 +695,13 @@ cdef void _attach_behind(BlockTable table, const int32_t* rows, Py_ssize_t n, in
     cdef int32_t row
     cdef int32_t queue
     cdef Row* row_of = table.rows
-    cdef bint is_linked = table.keeps_queues and table.ranks == NULL
     for i in range(n):
         row = rows[i]
         queue = queue_of(table, row)
         # The stamp of a queue's head is 0.
-        if (is_linked and younger != 0 and row_of[younger].where == LISTED and queue_of(table, younger) == queue
-                and row_of[row_of[younger].prev].stamp < row_of[row].stamp < row_of[younger].stamp):
+        if (younger != 0 and row_of[younger].where == LISTED and queue_of(table, younger) == queue
+                and row_of[row_of[younger].prev].stamp < row_of[row].stamp < row_of[younger].stamp
+                and table.keeps_queues):
             link_before(row_of, row, younger)
             table.queues[queue].num_listed += 1
         else:

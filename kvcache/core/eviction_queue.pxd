@@ -33,7 +33,7 @@ cdef struct Row:
     uint8_t where
 
 cdef struct HeapNode:
-    uint64_t rank
+    uint64_t rank           # of PriorityClasses; 0 in an eviction queue
     uint64_t stamp
     int32_t row
 
@@ -124,24 +124,15 @@ cdef inline Py_ssize_t row_step() noexcept nogil:
     return sizeof(Row) // sizeof(int32_t)
 
 
-cdef inline void heap_push(Row* rows, EvictionQueue* queue, int32_t row, uint64_t rank) noexcept nogil:
+cdef inline void heap_push(Row* rows, EvictionQueue* queue, int32_t row) noexcept nogil:
     # Call BlockTable.reserve_heaps before.
     cdef HeapNode node
-    node.rank = rank
+    node.rank = 0
     node.stamp = rows[row].stamp
     node.row = row
     rows[row].where = HEAPED
     queue.num_nodes += 1
     sift_up(&rows[0].prev, row_step(), queue.nodes, queue.num_nodes - 1, node)
-
-
-cdef inline void heap_update(Row* rows, EvictionQueue* queue, int32_t row, uint64_t rank) noexcept nogil:
-    # The row has a new stamp, and perhaps a new rank.
-    cdef HeapNode node
-    node.rank = rank
-    node.stamp = rows[row].stamp
-    node.row = row
-    heap_put(&rows[0].prev, row_step(), queue.nodes, queue.num_nodes, rows[row].prev, node)
 
 
 cdef inline void heap_remove(Row* rows, EvictionQueue* queue, int32_t row) noexcept nogil:
@@ -171,6 +162,6 @@ cdef inline void queue_insert(Row* rows, EvictionQueue* queue, int32_t head, int
     elif stamp < rows[rows[head].next].stamp:
         link_before(rows, row, rows[head].next)
     else:
-        heap_push(rows, queue, row, 0)
+        heap_push(rows, queue, row)
         return
     queue.num_listed += 1

@@ -3,7 +3,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from kvcache.core.eviction_queue cimport (
-    HEAPED, LISTED, PINNED, EvictionQueue, Row, heap_push, queue_append, queue_insert, queue_remove,
+    LISTED, PINNED, EvictionQueue, Row, heap_push, queue_append, queue_insert, queue_remove,
 )
 from kvcache.core.index cimport Bucket, home_of, prefetch
 
@@ -70,7 +70,6 @@ cdef class BlockTable:
     cdef Row* rows                          # [num_rows]: a head per eviction queue, then the blocks
     cdef EvictionQueue* queues              # [first]: for each list, one per priority
     cdef CallerBlock* caller_blocks         # [num_rows], or NULL in a manager's pool
-    cdef uint64_t* ranks                    # [num_rows], or NULL: queues are ordered by stamp alone
     cdef Bucket* buckets                    # [num_buckets]: from hash to row
     cdef uint32_t num_buckets
     cdef int32_t first                      # row of block 0; also the number of queues
@@ -128,8 +127,6 @@ cdef inline void attach(BlockTable t, int32_t row) noexcept nogil:
     cdef int32_t queue = queue_of(t, row)
     if not t.keeps_queues:
         t.rows[row].where = LISTED
-    elif t.ranks != NULL:
-        heap_push(t.rows, &t.queues[queue], row, t.ranks[row])
     else:
         queue_insert(t.rows, &t.queues[queue], queue, row)
 

@@ -72,7 +72,7 @@ cdef class Batch:
 
 
 cdef class BlockTable:
-    """BlockTable(cache_capacity, num_lists=1, ranked=False, keeps_queues=True)
+    """BlockTable(cache_capacity, num_lists=1, keeps_queues=True)
 
     Blocks by key, in rows, each in one of `num_lists` recency lists.
 
@@ -82,13 +82,11 @@ cdef class BlockTable:
         Blocks, >= 1 and < 2**30.
     num_lists : int
         Recency lists of the policy, 1 to 8; each has an eviction queue per priority.
-    ranked : bool
-        Whether queues are ordered by `ranks`, which the policy keeps, and by stamp only between equals.
     keeps_queues : bool
         Whether evictable rows stand in eviction queues; not if the policy keeps an order of its own.
     """
 
-    def __cinit__(self, cache_capacity, int32_t num_lists=1, bint ranked=False, bint keeps_queues=True):
+    def __cinit__(self, cache_capacity, int32_t num_lists=1, bint keeps_queues=True):
         cdef int32_t queue
         check_int("cache_capacity", cache_capacity, 1, (1 << 30) - 1)
         if not 1 <= num_lists <= MAX_LISTS:
@@ -102,19 +100,10 @@ cdef class BlockTable:
         self.queues = <EvictionQueue*> PyMem_Calloc(self.first, sizeof(EvictionQueue))
         self.buckets = <Bucket*> zeroed(self.num_buckets * sizeof(Bucket))
         self.caller_blocks = <CallerBlock*> PyMem_Calloc(self.num_rows, sizeof(CallerBlock))
-        if ranked:
-            self.ranks = <uint64_t*> PyMem_Calloc(self.num_rows, sizeof(uint64_t))
-        if (self.rows == NULL or self.queues == NULL or self.buckets == NULL or self.caller_blocks == NULL
-                or (ranked and self.ranks == NULL)):
+        if self.rows == NULL or self.queues == NULL or self.buckets == NULL or self.caller_blocks == NULL:
             raise MemoryError(f"no memory for a table of {self.cache_capacity} blocks")
         for queue in range(self.first):
             self.rows[queue].prev = self.rows[queue].next = queue
-        if ranked:
-            # Every row is in a heap: allocate all of the normal heap now, so that no call moves it.
-            self.queues[NORMAL].nodes = <HeapNode*> PyMem_Malloc(self.cache_capacity * sizeof(HeapNode))
-            if self.queues[NORMAL].nodes == NULL:
-                raise MemoryError(f"no memory for a table of {self.cache_capacity} blocks")
-            self.queues[NORMAL].size = <int32_t> self.cache_capacity
         self.num_free = self.cache_capacity
         self.mark = 1
         self.epoch = next_epoch()
@@ -133,7 +122,6 @@ cdef class BlockTable:
         free(self.buckets)
         PyMem_Free(self.queues)
         PyMem_Free(self.caller_blocks)
-        PyMem_Free(self.ranks)
         PyMem_Free(self.aside)
 
     cdef int reserve_heaps(self, Py_ssize_t n) except -1:
@@ -425,9 +413,8 @@ cdef class BlockTable:
         cdef list found = []
         for row in range(self.first, self.first + self.num_fresh):
             if self.rows[row].key != NULL and self.rows[row].list_idx == list_idx:
-                found.append((self.ranks[row] if self.ranks != NULL else 0, self.rows[row].stamp,
-                              <object> self.rows[row].key))
-        return [key for _, _, key in sorted(found)]
+                found.append((self.rows[row].stamp, <object> self.rows[row].key))
+        return [key for _, key in sorted(found)]
 
     cdef int check(self) except -1:
         """Check every row, queue and slot. Raise BlockStateError naming the broken invariant. O(capacity)."""
@@ -473,8 +460,8 @@ cdef class BlockTable:
                 row = queue.nodes[i].row
                 _hold(self.rows[row].where == HEAPED and queue_of(self, row) == queue_idx and self.rows[row].prev == i
                       and queue.nodes[i].stamp == self.rows[row].stamp, f"node {i} of queue {queue_idx} is astray")
-                _hold(i == 0 or (queue.nodes[(i - 1) >> 2].rank, queue.nodes[(i - 1) >> 2].stamp)
-                      < (queue.nodes[i].rank, queue.nodes[i].stamp), f"node {i} of queue {queue_idx} is misplaced")
+                _hold(i == 0 or queue.nodes[(i - 1) >> 2].stamp < queue.nodes[i].stamp,
+                      f"node {i} of queue {queue_idx} is misplaced")
             used_slots += num_listed + queue.num_nodes
         if self.caller_blocks == NULL:
             _hold((evictable, referenced, pending) == (self.num_evictable, self.num_referenced, self.num_pending),

@@ -4,7 +4,6 @@ from kvcache.policies.arc import ARCCachePolicy as ARCCachePolicy
 from kvcache.policies.base import CachePolicy as CachePolicy
 from kvcache.policies.base import RequestUses as RequestUses
 from kvcache.policies.gittins import GittinsCachePolicy as GittinsCachePolicy
-from kvcache.policies.lfuda import LFUDACachePolicy as LFUDACachePolicy
 from kvcache.policies.lru import LRUCachePolicy as LRUCachePolicy
 from kvcache.policies.mq import AMQCachePolicy as AMQCachePolicy
 from kvcache.policies.mq import MQCachePolicy as MQCachePolicy

@@ -94,9 +94,7 @@ def test_lookup_deadline_is_kept() -> None:
     assert answers == [None, None, 0]
 
 
-@pytest.mark.parametrize(
-    ("options", "fault"), [({}, "the store is gone"), ({"record": "/proc/nowhere/x"}, "record")]
-)
+@pytest.mark.parametrize(("options", "fault"), [({}, "the store is gone"), ({"record": "/proc/nowhere/x"}, "record")])
 def test_failed_start_shuts_tiers_down(options: dict[str, Any], fault: str, opened: list[NotedTier]) -> None:
     shared = Shared()
     tiers: list[dict[str, Any]] = [{"type": NotedTier}, {"type": NotedTier}, {"type": FailingTier}]

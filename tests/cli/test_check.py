@@ -146,7 +146,7 @@ def test_check_vllm_data_plane_of_our_manager_depends_on_the_platform(check):
         (engines(secondary_tiers=[TIER | {"type": "Tier"}]), "must be one of KVCacheTier, got 'Tier'"),
         (engines(secondary_tiers=[TIER], spec_name="CPUOffloadingSpec"), "need spec_name 'TieringOffloadingSpec'"),
         (engines(secondary_tiers=[TIER], cpu_bytes_to_use="64MiB"), "as vLLM reads it, got '64MiB'"),
-        (engines(**POLICY | {"eviction_policy": "amq"}), "Lfuda, Gittins, got 'amq'"),
+        (engines(**POLICY | {"eviction_policy": "amq"}), "Amq, Gittins, got 'amq'"),
         (engines(secondary_tiers=[{"type": "fs"}]), f"no tier has the module_path '{MODULE}'"),
     ],
 )

@@ -82,7 +82,7 @@ def tier_values(number, medium="DISK"):
 def test_an_engine_with_one_tier_fits_a_terminal_of_80_by_24():
     values = {("capacity_blocks", ()): 1e6, ("capacity_bytes", ()): 2e12, ("needed_blocks", ()): 9e9}
     values |= {("call_worst_seconds", (("call", name),)): 0.01 for name in ("lookup", "touch", "complete_store")}
-    hit_ratios = {name: [1.0] * 5 for name in ("lru", "arc", "mq", "amq", "lfuda")}
+    hit_ratios = {name: [1.0] * 5 for name in ("lru", "arc", "mq", "amq", "gittins")}
     what_if = WhatIf("arc", 4, [250_000, 500_000, 1_000_000, 2_000_000, 4_000_000], hit_ratios)
     address = "/run/user/1000/kvcache-1000/status-1234567.sock " + "x" * 80
     labels = {"engine": "0", "rank": "0", "policy": "arc"}

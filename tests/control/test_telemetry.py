@@ -118,7 +118,7 @@ def test_policies_show_quantities_that_fit_what_they_hold(policy: str) -> None:
     }
     blocks = [value for name, value in found.items() if name in ("t1_blocks", "t2_blocks") or name.startswith("queue_")]
     assert not blocks or sum(blocks) == len(output.keys_to_store)
-    assert {"lru": 0, "arc": 5, "mq": 9, "amq": 9, "lfuda": 2, "gittins": 2}.get(policy, len(found)) == len(found)
+    assert {"lru": 0, "arc": 5, "mq": 9, "amq": 9, "gittins": 2}.get(policy, len(found)) == len(found)
 
 
 def test_a_policy_whose_gauges_fail_costs_no_snapshot() -> None:

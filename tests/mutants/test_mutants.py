@@ -62,7 +62,7 @@ def test_read_tests_joins_rows_of_a_path(driver: ModuleType) -> None:
 def test_sample_stays_within_its_budget(driver: ModuleType) -> None:
     faults = driver.read_faults()
     first, second = (driver.draw(faults, 20, 240, random.Random(seed)) for seed in (1, 2))
-    assert len(set(first)) == 20
+    assert 15 <= len(set(first)) == len(first) <= 20
     assert set(first) != set(second)
     assert sum(fault.cost_s for fault in first) <= 240
     assert driver.draw(faults, 20, 240, random.Random(1)) == first

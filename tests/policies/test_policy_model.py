@@ -49,7 +49,6 @@ TestGate = cache_machine("arc", manager_options={"store_threshold": 2, "max_trac
         ("arc", ["t1", "t2", "b1", "b2", "target_t1_size"]),
         ("mq", ["queues", "history", "life", "clock"]),
         ("amq", ["queues", "history", "life", "clock"]),
-        ("lfuda", ["history", "age"]),
     ],
 )
 def test_a_compiled_policy_shows_what_the_machine_compares(name: str, attributes: list[str]) -> None:

@@ -6,7 +6,6 @@ before speed.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
@@ -105,28 +104,7 @@ class Rank:
     moved_at: int = 0
 
 
-class Counting(ReferenceLRU):
-    """A policy that counts the uses of its blocks, and keeps a history of evicted keys, oldest first."""
-
-    def clear(self) -> None:
-        super().clear()
-        self.history: OrderedDict[bytes, Any] = OrderedDict()
-
-    def use(self, keys: list[bytes], first: bool) -> None:
-        for key in reversed(keys):
-            if key in self.blocks:
-                self._count_use(key)
-
-    def touch(self, keys: Iterable[bytes]) -> None:
-        self.use(list(keys), first=True)
-
-    def order(self, keys: Iterable[bytes]) -> None:
-        for key in reversed(list(keys)):
-            if key in self.blocks:
-                self._refresh(key)
-
-
-class ReferenceMQ(Counting):
+class ReferenceMQ(ReferenceLRU):
     """Eight recency queues by the logarithm of a block's uses. A block unused for `life` requests moves down one queue.
 
     Multi-Queue (Zhou, Philbin & Li, USENIX ATC '01), with a history of the uses of evicted keys.
@@ -139,6 +117,7 @@ class ReferenceMQ(Counting):
         super().clear()
         self.clock = 0
         self.life = 500
+        self.history: OrderedDict[bytes, Any] = OrderedDict()  # of evicted keys, oldest first
         self.ranks: dict[bytes, Rank] = {}
         self.queues: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(self.num_queues)]
 
@@ -154,10 +133,17 @@ class ReferenceMQ(Counting):
     def use(self, keys: list[bytes], first: bool) -> None:
         if keys and first:
             self._tick()
-        super().use(keys, first)
+        for key in reversed(keys):
+            if key in self.blocks:
+                self._count_use(key)
 
-    def _refresh(self, key: bytes) -> None:
-        self.queues[self.ranks[key].level].move_to_end(key)
+    def touch(self, keys: Iterable[bytes]) -> None:
+        self.use(list(keys), first=True)
+
+    def order(self, keys: Iterable[bytes]) -> None:
+        for key in reversed(list(keys)):
+            if key in self.blocks:
+                self.queues[self.ranks[key].level].move_to_end(key)
 
     def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
         oldest = eligible(chain(*self.queues), self.blocks, protected)
@@ -240,59 +226,10 @@ class ReferenceAMQ(ReferenceMQ):
         return 2 * octave + (distance >> (octave - 1) & 1)
 
 
-class ReferenceLFUDA(Counting):
-    """Least frequently used with dynamic ageing. A block's value is its uses plus the age of the cache at its last use.
-
-    A history keeps the uses of evicted keys.
-    """
-
-    def clear(self) -> None:
-        super().clear()
-        self.age = 0
-        self.sequence = 0
-        self.uses: dict[bytes, int] = {}
-        # (value, sequence number): the smallest is evicted first.
-        self.rank: dict[bytes, tuple[int, int]] = {}
-
-    def insert(self, key: bytes, block: BlockStatus) -> None:
-        super().insert(key, block)
-        self.uses[key] = self.history.pop(key, 0)
-        self._count_use(key)
-
-    def remove(self, key: bytes) -> None:
-        super().remove(key)
-        del self.uses[key], self.rank[key]
-
-    def _refresh(self, key: bytes) -> None:
-        self._rank(key, self.rank[key][0])
-
-    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
-        lowest = heapq.nsmallest(n, eligible(self.blocks, self.blocks, protected), key=self.rank.__getitem__)
-        if len(lowest) < n:
-            return None
-        victims = []
-        for key in lowest:
-            self.age = max(self.age, self.rank[key][0])
-            self.history[key] = self.uses[key]
-            victims.append((key, self.blocks[key]))
-            self.remove(key)
-        trim(self.history, 4 * self.cache_capacity)
-        return victims
-
-    def _count_use(self, key: bytes) -> None:
-        self.uses[key] += 1
-        self._rank(key, self.age + self.uses[key])
-
-    def _rank(self, key: bytes, worth: int) -> None:
-        self.sequence += 1
-        self.rank[key] = (worth, self.sequence)
-
-
 BUILT_IN: dict[str, type[CachePolicy]] = {
     "lru": ReferenceLRU,
     "arc": ReferenceARC,
     "mq": ReferenceMQ,
     "amq": ReferenceAMQ,
-    "lfuda": ReferenceLFUDA,
     "gittins": ReferenceGittins,
 }

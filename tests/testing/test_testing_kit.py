@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from reference_policies import ReferenceARC, ReferenceLFUDA, ReferenceMQ
+from reference_policies import ReferenceARC, ReferenceMQ
 
 from kvcache import BlockStatus
 from kvcache.testing import PolicyContract, cache_machine
@@ -55,12 +55,6 @@ def forgets_uses(policy: ReferenceMQ, key: bytes, block: BlockStatus) -> None:
     ReferenceMQ.insert(policy, key, block)
 
 
-def never_ages(policy: ReferenceLFUDA, n: int, protected: Container[bytes]) -> Victims | None:
-    victims = ReferenceLFUDA.evict(policy, n, protected)
-    policy.age = 0
-    return victims
-
-
 @pytest.mark.parametrize(
     ("right", "method", "faulty"),
     [
@@ -73,7 +67,6 @@ def never_ages(policy: ReferenceLFUDA, n: int, protected: Container[bytes]) -> V
         (ReferenceARC, "touch", promotes_unready),
         (ReferenceMQ, "_demote", lambda policy: None),
         (ReferenceMQ, "insert", forgets_uses),
-        (ReferenceLFUDA, "evict", never_ages),
     ],
 )
 def test_machine_catches(right: type[ReferenceLRU], method: str, faulty: Callable[..., Any]) -> None:

@@ -58,7 +58,7 @@ def serve(manager, prompts, batch=4):
 
 
 @pytest.mark.skipif(not installed_release().key_positions, reason="vLLM 0.30 passes no positions")
-@pytest.mark.parametrize("name", ["Lru", "Arc", "Mq", "Amq", "Lfuda"])
+@pytest.mark.parametrize("name", ["Lru", "Arc", "Mq", "Amq"])
 def test_policies_hits_in_vllms_manager_are_those_of_ours(name):
     prompts = chats(3000, seed=1)
     theirs, _ = serve(EngineManager(200, name, MODULE), prompts)

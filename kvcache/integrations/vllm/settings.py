@@ -56,7 +56,7 @@ _ENGINE_POLICY_KEYS = frozenset({"eviction_policy", "cache_policy_module_path"})
 ENGINE_SPECS = ("TieringOffloadingSpec", "CPUOffloadingSpec")
 """vLLM's own specs, whose tiers and eviction policy may be ours."""
 POLICY_MODULE = f"{__package__}.policies"
-POLICY_NAMES = ("Lru", "Arc", "Mq", "Amq", "Lfuda", "Gittins")
+POLICY_NAMES = ("Lru", "Arc", "Mq", "Amq", "Gittins")
 _CONNECTOR_VALUES = {"kv_connector": ("OffloadingConnector",), "kv_role": ("kv_producer", "kv_consumer", "kv_both")}
 _ENGINE_SPEC_KEYS = ENGINE_KEYS | {
     "backpressure",

@@ -19,7 +19,6 @@ POLICY_COLOURS = {
     "arc": "#E69F00",
     "mq": "#56B4E9",
     "amq": "#CC79A7",
-    "lfuda": "#000000",
     "gittins": "#D55E00",
 }
 """The colour of each policy of kvcache, the same in every picture."""
