@@ -9,9 +9,32 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 STOP_S = 5.0
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+_IN_CHILD: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
+
+
+def after_fork(instance: T, forget: Callable[[T], object]) -> None:
+    """Call `forget` with `instance` in each forked child, which inherits descriptors but no threads.
+
+    `forget` must not refer to the instance, which it would keep alive.
+    """
+    _IN_CHILD[instance] = forget
+
+
+def _forget_all() -> None:
+    for instance, forget in list(_IN_CHILD.items()):
+        try:
+            forget(instance)
+        except Exception:
+            _LOG.exception("a %s was not closed in a forked child", type(instance).__name__)
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 class Background:

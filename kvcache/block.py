@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+from enum import IntEnum
 
 
 class BlockStateError(RuntimeError):
     """A block's reference count or state does not allow the call."""
+
+
+class BlockState(IntEnum):
+    """What a manager holds of a key, as its `status` returns it. A pool has the first three states."""
+
+    ABSENT = 0
+    PENDING = 1
+    """It is being written, or a tier is bringing it back."""
+    READY = 2
+    ASK_AGAIN = 3
+    """A tier has not answered yet whether it holds the block."""
+
+
+ABSENT, PENDING, READY, ASK_AGAIN = BlockState  # a name of a module costs half of an attribute's time
 
 
 class BlockStatus(ctypes.Structure):

@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvcache.block import BlockStateError, BlockStatus
+from kvcache.block import ABSENT, PENDING, READY, BlockStateError, BlockStatus
 from kvcache.control.atomic import Guard, atomic
 from kvcache.policies.base import CachePolicy, RequestUses
 from kvcache.specs import PrepareStoreOutput
-
-ABSENT, PENDING, READY = range(3)
 
 if TYPE_CHECKING:
     from kvcache.core.event_log import EventLog

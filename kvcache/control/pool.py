@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from kvcache.block import READY
 from kvcache.control.backend import Backend, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
 from kvcache.core.event_log import EventLog
@@ -361,12 +362,12 @@ class BlockPool:
                 if req_context is not None and not isinstance(req_context, ReqContext):
                     raise _bad_context(req_context)
                 # Engines often look up key by key: a single key does not open the request.
-                return self._cache.status_of(keys) == 2
+                return self._cache.status_of(keys) == READY
             keys = as_key_list(keys)
         return self._cache.lookup(keys, None if req_context is None else self._request_keys_of(req_context))
 
     def status(self, key: bytes) -> int:
-        """Return the state of one key (0 absent, 1 being written, 2 ready), and count a look-up."""
+        """Return the `BlockState` of one key, and count a look-up."""
         return self._cache.status_of(key)
 
     def count_lookup(self, num_keys: int) -> None:
@@ -380,7 +381,7 @@ class BlockPool:
         self._cache.hit_blocks += num_hits
 
     def states(self, keys: list[bytes]) -> bytes:
-        """Return the state of each key as one byte (0 absent, 1 being written, 2 ready). Counts no look-up."""
+        """Return the `BlockState` of each key as one byte. Counts no look-up."""
         return self._cache.status(keys)
 
     def locate(self, keys: list[bytes]) -> list[int]:

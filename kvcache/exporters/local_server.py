@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
-import weakref
 from socketserver import BaseRequestHandler, TCPServer, ThreadingMixIn
 from typing import Any
 
-from kvcache.background import STOP_S, Background
+from kvcache.background import STOP_S, Background, after_fork
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,7 +52,8 @@ class LocalServer(ThreadingMixIn, TCPServer):
     def start(self, name: str) -> None:
         """Answer from now on, in the thread ``kvcache-<name>``."""
         self._thread = Background(name, lambda stopping: self.serve_forever())
-        _SERVERS.add(self)
+        # A forked child must not keep the address after its engine has ended.
+        after_fork(self, lambda server: server.socket.close())
 
     def stop(self) -> None:
         """Close all connections and the socket, and wait for all threads for a bounded time.
@@ -127,15 +126,3 @@ class LocalServer(ThreadingMixIn, TCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _LOG.debug("a client at %s was dropped", client_address, exc_info=True)
-
-
-_SERVERS: weakref.WeakSet[LocalServer] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """A forked child must not keep the address after its engine has ended."""
-    for server in [*_SERVERS]:
-        server.socket.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -333,10 +333,10 @@ class BlockCacheOps(Protocol):
         """
 
     def status_of(self, key: bytes) -> int:
-        """Return the state of one key (0 absent, 1 being written, 2 ready), and count the look-up."""
+        """Return the `BlockState` of one key, and count the look-up."""
 
     def status(self, keys: list[bytes]) -> bytes:
-        """Return the state of each key as one byte: 0 absent, 1 being written, 2 ready."""
+        """Return the `BlockState` of each key as one byte."""
 
     def locate(self, keys: list[bytes]) -> list[int]:
         """Return the id of each key's block, or -1 if it is absent or being written. Take no reference."""

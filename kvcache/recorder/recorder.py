@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcache.background import Background
+from kvcache.background import Background, after_fork
 from kvcache.control.watch import Watch
 from kvcache.options import parse_size
 from kvcache.recorder.calls import CallQueue, RecordedCalls
@@ -159,7 +159,7 @@ class Recorder:
         self._encoder = encoder = FrameEncoder(salt, self._file.max_frame_bytes, has_groups)
         self._thread = Background("recorder", partial(_write, queue, encoder, self._file))
         self._end = weakref.finalize(manager, _end, queue, self._thread)
-        _QUEUES.add(queue)
+        after_fork(queue, CallQueue.forget)
 
     def stop(self) -> None:
         """Stop recording, write the rest, and close the file. Waits for at most 10 s. May be called twice."""
@@ -196,17 +196,6 @@ class Recorder:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
-
-
-_QUEUES: weakref.WeakSet[CallQueue] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    for queue in list(_QUEUES):
-        queue.forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class _RecordedClock:

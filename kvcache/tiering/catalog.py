@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
+from kvcache.block import READY
 from kvcache.control.pool import BlockPool
 from kvcache.tiering.io_threads import Task
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from kvcache.request import ReqContext
     from kvcache.specs import BlockIDsLoadStoreSpec, LoadStoreSpec
     from kvcache.tiering.existence import ExistenceCache
-
-_READY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +215,7 @@ class SlotCatalog(Catalog):
     def _split_held(self, keys: list[bytes]) -> tuple[list[bytes], list[bytes]]:
         if self.find(keys) == len(keys):
             return keys, []
-        held = {key for key, state in zip(keys, self._blocks.states(keys), strict=True) if state == _READY} - self._bad
+        held = {key for key, state in zip(keys, self._blocks.states(keys), strict=True) if state == READY} - self._bad
         return [key for key in keys if key in held], [key for key in keys if key not in held]
 
     def _pin(self, keys: list[bytes]) -> list[int]:

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvcache.block import ABSENT, ASK_AGAIN, PENDING, READY
 from kvcache.control.atomic import Guard, atomic
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.control.observers.what_if import estimate, sampler_for
@@ -29,7 +30,7 @@ from kvcache.request import ReqContext, check_next_use
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.arbiter import Arbitration, LoadArbiter
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, log_job
-from kvcache.tiering.pending import ABSENT, ASK_AGAIN, PENDING, READY, PendingRequests
+from kvcache.tiering.pending import PendingRequests
 from kvcache.tiering.promotion import Promotion
 from kvcache.tiering.steady_clock import SteadyClock
 from kvcache.tiering.tier import Tier
@@ -198,7 +199,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self._answer(as_key_list(keys), req_context)
 
     def status(self, key: bytes, req_context: ReqContext | None = None) -> int:
-        """Return the state of one key: ABSENT 0, PENDING 1 (it will become ready), READY 2 or ASK_AGAIN 3."""
+        """Return the `BlockState` of one key. PENDING: it will become ready."""
         return READY if self._is_ready(key, req_context) else self._status_below(key, req_context)
 
     def _is_ready(self, key: bytes, req_context: ReqContext | None) -> bool:

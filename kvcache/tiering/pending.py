@@ -43,8 +43,6 @@ class PendingRequest:
             self.wanted.pop(key, None)
 
 
-ABSENT, PENDING, READY, ASK_AGAIN = range(4)
-"""The states of a key, as `TieredOffloadingManager.status` returns them; a pool has the first three."""
 _NOBODY = PendingRequest(None, math.inf)
 
 

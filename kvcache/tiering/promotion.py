@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from kvcache.block import ABSENT, READY
 from kvcache.tiering.arbiter import Arbitration, Source, Sources
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierController, TierJob
-from kvcache.tiering.pending import ABSENT, READY, PendingRequest, PendingRequests
+from kvcache.tiering.pending import PendingRequest, PendingRequests
 from kvcache.tiering.writing import MAX_JOB_BLOCKS, Writing, block_ids_of
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from itertools import count
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
+from kvcache.block import READY
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierController, TierJob
-from kvcache.tiering.pending import READY
 
 if TYPE_CHECKING:
     from kvcache.control.pool import BlockPool

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvcache.background import after_fork
+
 PREFIX = "kvcache-pool-"
 """Prefix of the names of files that may be removed when no process locks them."""
 
@@ -100,7 +102,8 @@ class SharedBlocks:
         self.array = np.frombuffer(self.mapping, np.uint8).reshape(num_blocks, block_bytes)
         inode = os.fstat(self._fd)
         self._remove = weakref.finalize(self, _remove_own, path, inode, os.getpid()) if is_owner else None
-        _OPEN.add(self)
+        # A child would keep the ownership after its parent has ended.
+        after_fork(self, SharedBlocks._disown)
 
     def has_owner(self) -> bool:
         """Return whether a process owns the mapped file."""
@@ -210,18 +213,6 @@ def _is_in_use(name: str) -> bool:
                     if f"/{name}" in str(descriptor.readlink()):
                         return True
     return False
-
-
-_OPEN: weakref.WeakSet[SharedBlocks] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    # A child would keep the ownership after its parent has ended.
-    for blocks in list(_OPEN):
-        blocks._disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)
 
 
 def _open_and_hold(path: Path) -> int:

@@ -7,7 +7,6 @@ thread is Python: a batch holds the interpreter's lock for some 0.5 ms, and then
 from __future__ import annotations
 
 import logging
-import os
 import re
 import socket
 import threading
@@ -19,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from kvcache.background import Background
+from kvcache.background import Background, after_fork
 from kvcache.control.watch import Watch
 from kvcache.core.event_log import EventLog, TakenEvents
 from kvcache.events import OffloadingEvent
@@ -139,7 +138,7 @@ class KVEventPublisher:
         # The thread has no reference to the publisher while it waits: dropping the publisher ends it.
         router = None if self._replies is None else self._replies.socket
         self._thread = Background("kv-events", partial(_run, weakref.ref(self), context, self._pub, router))
-        _PUBLISHERS.add(self)
+        after_fork(self, KVEventPublisher._refuse_in_child)
 
     def follow(self, manager: Any) -> None:
         """Publish the events of `manager` from now on, resets included, without a call per step.
@@ -252,6 +251,10 @@ class KVEventPublisher:
         if hasattr(self, "_thread") and not self._is_inherited:
             self._unfollow()
 
+    def _refuse_in_child(self) -> None:
+        """A forked child has no thread, so its copy of the publisher drops events."""
+        self._is_inherited, self._queue.max_events = True, 0
+
     def _unfollow(self) -> None:
         self._queue.max_events = 0
         followed, self._followed = self._followed, None
@@ -331,18 +334,6 @@ def _run(
             publisher._unfollow()
     finally:
         context.destroy(linger=200)
-
-
-_PUBLISHERS: weakref.WeakSet[KVEventPublisher] = weakref.WeakSet()
-
-
-def _refuse_in_child() -> None:
-    """A forked child has no thread, so its copies of publishers drop events."""
-    for publisher in [*_PUBLISHERS]:
-        publisher._is_inherited, publisher._queue.max_events = True, 0
-
-
-os.register_at_fork(after_in_child=_refuse_in_child)
 
 
 def parse_spec_kind(text: str) -> tuple[str, int | None]:

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from kvcache import events
+from kvcache.block import ASK_AGAIN, PENDING
 from kvcache.integrations.vllm.manager import (
     RESULTS,
     EngineRequest,
@@ -30,7 +31,6 @@ from kvcache.integrations.vllm.releases import Release
 from kvcache.options import format_size
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiering.pending import ASK_AGAIN, PENDING
 from kvcache.transfer.free_memory import check_memory
 from kvcache.transfer.shared_file import PREFIX, FileRecord, SharedBlocks, leftover_files, private_folder
 

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from weakref import WeakSet
 
+from kvcache.background import after_fork
 from kvcache.tiers.disk.header import (
     DATA,
     HEADER,
@@ -181,12 +181,6 @@ def _in_use(path: str | os.PathLike[str], lock_fd: int) -> str:
     return f"disk tier directory {path} is in use by {owner}; one process may write to it, others may open it read-only"
 
 
-def _forget_locks_in_child() -> None:
-    # A child that holds the descriptor would keep the lock after its parent's end.
-    for directory in list(_OPEN):
-        directory.close_in_child()
-
-
 class TierDirectory:
     """An open directory: its header, and the lock if it may be written.
 
@@ -205,7 +199,8 @@ class TierDirectory:
         self._read_only = read_only
         self._fd = -1
         self._lock_fd = -1
-        _OPEN.add(self)
+        # A child that holds the descriptor would keep the lock after its parent's end.
+        after_fork(self, TierDirectory.close_in_child)
         try:
             with reported(self.path, "read" if read_only else "written"):
                 if not read_only and header is not None:
@@ -314,7 +309,6 @@ class TierDirectory:
 
     def close_in_child(self) -> None:
         """Close without releasing the lock, which is the parent's."""
-        _OPEN.discard(self)
         for fd in (self._lock_fd, self._fd):
             if fd >= 0:
                 os.close(fd)
@@ -466,7 +460,3 @@ def _fsync_directory(fd: int) -> None:
         # Some network file systems cannot do it and need not.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-
-
-_OPEN: WeakSet[TierDirectory] = WeakSet()
-os.register_at_fork(after_in_child=_forget_locks_in_child)
