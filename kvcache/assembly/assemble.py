@@ -20,6 +20,7 @@ from kvcache.assembly.log import set_up_log
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.pool import MAX_BLOCKS
 from kvcache.control.telemetry import Exporter, JobTracer, Telemetry
+from kvcache.metrics import Labels
 from kvcache.options import (
     Component,
     Options,
@@ -43,6 +44,7 @@ from kvcache.registry import EXPORTERS, TIERS, Registry
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.rates import check_prefill_rate
+from kvcache.tiering.store import KeyedStore
 from kvcache.tiering.tier import Tier
 from kvcache.version import __version__
 
@@ -275,6 +277,26 @@ def open_tiers(
             opened.append((tier, settings.config))
         undo.pop_all()
     return opened
+
+
+def open_store(
+    settings: TierSettings,
+    block_bytes: int,
+    fingerprint: Mapping[str, Any],
+    rank: str | None = None,
+    labels: Labels = (("tier", "0"),),
+) -> KeyedStore:
+    """Open a tier that an engine drives without our manager, for blocks of `block_bytes`.
+
+    `fingerprint` identifies the model and geometry of the blocks, `rank` replaces ``{rank}`` in the tier's path, and
+    metrics have the `labels`. ValueError: an option has no meaning without our manager, or the tier cannot be opened.
+    """
+    declared = TierConfig.declared()
+    for name in ("write_policy", "num_uses", "max_store_blocks", "arbiter"):
+        if getattr(settings.config, name) != declared[name].default:
+            raise ValueError(f"the engine decides what a tier stores and loads: omit {name!r}")
+    identity = {**fingerprint, "block_bytes": block_bytes}
+    return KeyedStore(lambda rows: open_tiers((settings,), rows, identity, rank)[0], block_bytes, labels=labels)
 
 
 class _PoolOwner(TieredOffloadingManager):

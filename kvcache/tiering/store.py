@@ -1,0 +1,310 @@
+"""KeyedStore: blocks of one size under keys, in a tier below an engine with host memory of its own. Its calls wait.
+
+An engine's door (SGLang, LMCache) calls it from threads of the engine that may wait, and gives it the engine's buffers.
+The bytes move through rows of the store's own, and only the calling thread copies between these and the engine's
+buffers. So a call that has returned leaves the engine's memory alone, even if an I/O thread of the tier still hangs in
+a read or write: that thread has its row until the tier reports it.
+
+Loads and stores have half of the rows each. A medium that hangs in writes can still be read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvcache.metrics import Labels, Part
+from kvcache.options import check_int
+from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
+from kvcache.tiering.tier import Tier, TierResult
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvcache.tiering.controller import TierControllerStats
+    from kvcache.tiering.tier import HostBlocks
+
+    Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
+    OpenTier = Callable[[HostBlocks], tuple[Tier, TierConfig]]
+
+STAGING_BYTES = 64 << 20
+"""Memory of the rows. It is taken as they are first used."""
+_MIN_ROWS, _MAX_ROWS = 8, 1024
+_JOBS_PER_CALL = 4
+"""A call splits its blocks so that some are copied while others move to or from the medium."""
+_ROW_ALIGNMENT = 4096
+_POLL_S = 20e-6, 1e-3
+_POLL_SHARE = 1 / 16
+"""A call that has waited for some time waits for this share of it more, before it asks the tier again."""
+
+
+class _Blocks:
+    """The blocks of one call: what has to move, and what has moved."""
+
+    def __init__(
+        self, is_load: bool, keys: Sequence[bytes], buffers: Sequence[Buffer | Sequence[Buffer]], num_bytes: int
+    ) -> None:
+        if len(keys) != len(buffers):
+            raise ValueError(f"{len(keys)} keys need as many buffers, got {len(buffers)}")
+        # A key may be named twice, with buffers of its own.
+        self.parts: dict[bytes, list[list[npt.NDArray[np.uint8]]]] = {}
+        for key, buffer in zip(keys, buffers, strict=True):
+            pieces: Any = buffer if isinstance(buffer, list | tuple) else [buffer]
+            parts = [np.frombuffer(piece, np.uint8) for piece in pieces]
+            if sum(map(len, parts)) != num_bytes:
+                raise ValueError(f"a block has {num_bytes} bytes, got {[len(part) for part in parts]} for {key!r}")
+            if is_load and not all(part.flags.writeable for part in parts):
+                raise ValueError(f"a block is loaded into writable buffers, got read-only ones for {key!r}")
+            self.parts.setdefault(key, []).append(parts)
+        self.waiting = deque(self.parts)
+        self.moved: set[bytes] = set()
+
+    def fill(self, row: npt.NDArray[np.uint8], key: bytes) -> None:
+        """Copy a block into a row."""
+        start = 0
+        for part in self.parts[key][0]:
+            row[start : start + len(part)] = part
+            start += len(part)
+
+    def take(self, row: npt.NDArray[np.uint8], key: bytes) -> None:
+        """Copy a row into the block's buffers."""
+        for parts in self.parts[key]:
+            start = 0
+            for part in parts:
+                part[:] = row[start : start + len(part)]
+                start += len(part)
+
+
+class KeyedStore:
+    """A tier whose calls wait; several threads may call it at once. No call raises because of I/O.
+
+    Parameters
+    ----------
+    open_tier : callable
+        Opens the tier over the host blocks that it is given, and returns it with its `TierConfig`; see
+        `kvcache.assembly.assemble.open_store`. Only ``deadline_s``, ``max_failures`` and ``pause_s`` of that are used.
+    block_bytes : int
+        Bytes of one block.
+    labels : sequence of (str, str)
+        Labels of the store's metrics.
+    staging_bytes : int
+        Memory for blocks on their way, which is rounded to a few whole blocks.
+
+    Notes
+    -----
+    A call gives up a job, of at most an eighth of `staging_bytes`, after ``deadline_s``. Its blocks then count as
+    missing or not stored, and the tier's reads or writes are paused for ``pause_s``.
+    """
+
+    def __init__(
+        self, open_tier: OpenTier, block_bytes: int, *, labels: Labels = (), staging_bytes: int = STAGING_BYTES
+    ) -> None:
+        self.block_bytes = check_int("block_bytes", block_bytes)
+        # Aligned rows of whole pages let a disk tier pass the page cache by.
+        row_bytes = -(-block_bytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        self._num_rows = max(_MIN_ROWS, min(_MAX_ROWS, staging_bytes // row_bytes)) // 2
+        num_rows = 2 * self._num_rows
+        self._rows = np.frombuffer(mmap.mmap(-1, num_rows * row_bytes), np.uint8).reshape(num_rows, row_bytes)
+        # By direction: rows without a block, and how many wait for a tier that hangs.
+        self._free = {False: list(range(self._num_rows)), True: list(range(self._num_rows, num_rows))}
+        self._num_stuck = {False: 0, True: 0}
+        self._job_ids = count()
+        self._results: dict[int, TierResult] = {}
+        self._lock = RLock()
+        self._is_closed = False
+        tier, config = open_tier(self._rows)
+        self._config = replace(config, max_store_blocks=num_rows, arbiter=False)
+        self._controller = TierController(tier, self._config, 2 * num_rows, 1, HostBudget(num_rows))
+        self._labels = (*labels, ("medium", self._controller.medium))
+
+    # The clock of deadlines and pauses: monotonic seconds.
+    clock = staticmethod(time.monotonic)
+
+    def num_held(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the first keys are held and can be loaded; 0 while the tier does not answer."""
+        keys, start_s = list(keys), self.clock()
+        while True:
+            with self._lock:
+                now_s = self._poll()
+                may_load = not self._is_closed and self._num_stuck[True] < self._num_rows
+                num_held = self._controller.lookup(keys, now_s) if may_load else 0
+            if num_held is not None:
+                return num_held
+            if now_s - start_s > self._config.deadline_s:
+                return 0
+            self._sleep(now_s - start_s)
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether it is held and can be loaded."""
+        answers: list[bool] = []
+        while len(answers) < len(keys):
+            part = keys[len(answers) : len(answers) + MAX_STEP_BLOCKS]
+            num_held = self.num_held(part)
+            answers += [True] * num_held + [False] * (num_held < len(part))
+        return answers
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[Buffer | Sequence[Buffer]]) -> list[bool]:
+        """Fill the buffers of each key; return for each whether its block was held and verified.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Keys in prefix order. They are not touched, because a call may have a part of a prefix only: see `touch`.
+        buffers : sequence
+            For each key a contiguous, writable buffer of `block_bytes`, or a list of buffers with as many bytes in all.
+
+        Returns
+        -------
+        list of bool
+            The buffers of a key with False may hold anything.
+        """
+        return self._move(True, keys, buffers)
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[Buffer | Sequence[Buffer]]) -> list[bool]:
+        """Store the buffers of each key, as for `get`; return for each whether the tier holds the key now."""
+        return self._move(False, keys, buffers)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Record a use of `keys`, in prefix order: the first becomes the most recent; unknown keys are ignored."""
+        with self._lock:
+            if not self._is_closed:
+                self._controller.touch(list(keys), None)
+                self._poll()
+
+    def clear(self, version: str | int | None = None) -> bool:
+        """Forget every block; return whether that is done and the tier serves again, within ``deadline_s``."""
+        start_s = self.clock()
+        with self._lock:
+            if not self._is_closed:
+                self._controller.reset(start_s, version)
+        while True:
+            with self._lock:
+                now_s = self._poll()
+                reason = self._controller.stats().tier.unavailable_reason
+            if not reason or now_s - start_s > self._config.deadline_s:
+                return not reason
+            self._sleep(now_s - start_s)
+
+    def stats(self) -> TierControllerStats:
+        """Return counters since start and gauges now."""
+        with self._lock:
+            self._poll()
+            return self._controller.stats()
+
+    def parts(self) -> list[Part]:
+        """Return the statistics for `kvcache.control.telemetry.Telemetry`."""
+        return [Part("tier", self.stats(), self._labels)]
+
+    def close(self) -> None:
+        """Close the tier; later calls find and store nothing. A second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            while self._controller.has_reports:
+                self._poll()
+        self._controller.shutdown()
+
+    def _poll(self) -> float:
+        """Take in what the tier reports, and give up what is late; return the time."""
+        now_s = self.clock()
+        controller = self._controller
+        controller.retry_reset(now_s)
+        for job, result in controller.get_finished(MAX_STEP_BLOCKS, now_s):
+            if job is None:
+                continue
+            if job.is_overdue:
+                self._num_stuck[job.is_load] -= len(job.block_ids)
+                self._free[job.is_load] += job.block_ids
+            else:
+                self._results[job.job_id] = result
+        before = [job for job in controller.jobs.values() if not job.is_overdue]
+        controller.give_up_overdue(now_s)
+        for job in before:
+            self._num_stuck[job.is_load] += len(job.block_ids) if job.is_overdue else 0
+        controller.pass_on_uses()
+        return now_s
+
+    def _sleep(self, waited_s: float) -> None:
+        time.sleep(min(max(waited_s * _POLL_SHARE, _POLL_S[0]), _POLL_S[1]))
+
+    def _move(self, is_load: bool, keys: Sequence[bytes], buffers: Sequence[Buffer | Sequence[Buffer]]) -> list[bool]:
+        """Load or store as many of the blocks as the tier takes."""
+        blocks = _Blocks(is_load, keys, buffers, self.block_bytes)
+        jobs: list[TierJob] = []
+        size = max(1, self._num_rows // _JOBS_PER_CALL)
+        progress_s = self.clock()
+        while blocks.waiting or jobs:
+            with self._lock:
+                now_s = self._poll()
+                ended = [job for job in jobs if job.is_overdue or job.job_id in self._results]
+                results = [self._results.pop(job.job_id, None) for job in ended]
+                rows = self._rows_for(is_load, min(size, len(blocks.waiting)), now_s)
+                is_busy = any(not job.is_overdue for job in self._controller.jobs.values())
+            for job, result in zip(ended, results, strict=True):
+                jobs.remove(job)
+                if result is not None:
+                    self._end(job, result, blocks)
+            sent = self._start(is_load, rows, blocks) if rows else None
+            if sent is not None:
+                jobs.append(sent)
+            if ended or sent is not None:
+                progress_s = now_s
+            elif rows and size > 1:
+                # The tier has refused more blocks than it can evict now.
+                size = (size + 1) // 2
+            elif not jobs and (rows is None or (rows and not is_busy) or now_s - progress_s > self._config.deadline_s):
+                break
+            else:
+                self._sleep(now_s - progress_s)
+        return [key in blocks.moved for key in keys]
+
+    def _rows_for(self, is_load: bool, num_blocks: int, now_s: float) -> list[int] | None:
+        """Return free rows for at most `num_blocks` blocks; None if the tier takes no job now."""
+        may_send = self._controller.may_send(is_load, now_s) and self._num_stuck[is_load] < self._num_rows
+        if self._is_closed or not may_send:
+            return None
+        free = self._free[is_load]
+        rows = free[len(free) - num_blocks :] if num_blocks < len(free) else free[:]
+        del free[len(free) - len(rows) :]
+        return rows
+
+    def _start(self, is_load: bool, rows: list[int], blocks: _Blocks) -> TierJob | None:
+        """Send a job for the next blocks; None if the tier refuses it."""
+        keys = [blocks.waiting.popleft() for _ in rows]
+        if not is_load:
+            # As the manager stores them: the head of a prefix last, so that it is the most recent.
+            keys.reverse()
+            for row, key in zip(rows, keys, strict=True):
+                blocks.fill(self._rows[row], key)
+        with self._lock:
+            now_s = self.clock()
+            deadline_s = now_s + self._config.deadline_s
+            job = TierJob(next(self._job_ids), self._controller, is_load, keys, rows, deadline_s)
+            if not self._is_closed and self._controller.send(job, now_s):
+                return job
+            self._free[is_load] += rows
+        blocks.waiting.extendleft(reversed(keys) if is_load else keys)
+        return None
+
+    def _end(self, job: TierJob, result: TierResult, blocks: _Blocks) -> None:
+        """Take the blocks of a job that the tier has reported, and free its rows."""
+        if job.is_load:
+            done = set(result.done)
+            for row, key in zip(job.block_ids, job.keys, strict=True):
+                if key in done:
+                    blocks.take(self._rows[row], key)
+        else:
+            # A block that the tier held already is neither done nor failed.
+            done = set(job.keys).difference(result.failed)
+        blocks.moved |= done
+        with self._lock:
+            self._free[job.is_load] += job.block_ids

@@ -1,0 +1,178 @@
+"""KeyedStore: whole blocks, from many threads, over small, full, hanging and reopened tiers."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("xxhash")
+
+from kvcache.assembly.assemble import open_store, parse_tier
+from kvcache.tiering.store import KeyedStore
+from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.memory import MemoryTier
+
+BLOCK_BYTES = 5000
+SPLIT = 1700  # a block is two buffers of different size
+
+
+def disk(path, num_blocks=64, **options):
+    capacity = DiskTier.capacity_for(num_blocks, 8192)
+    entry = {"type": "disk", "path": str(path), "capacity": capacity, **options}
+    return open_store(parse_tier(entry), BLOCK_BYTES, {"model": "m"})
+
+
+def key_of(number):
+    return b"key%d" % number
+
+
+def block_of(number):
+    return np.random.default_rng(number).integers(0, 256, BLOCK_BYTES, np.uint8)
+
+
+def put(store, numbers):
+    blocks = [block_of(number) for number in numbers]
+    return store.put([key_of(n) for n in numbers], [[block[:SPLIT], block[SPLIT:]] for block in blocks])
+
+
+def get(store, numbers):
+    """Load blocks; return which came, all of them verified here."""
+    blocks = [np.zeros(BLOCK_BYTES, np.uint8) for _ in numbers]
+    answers = store.get([key_of(n) for n in numbers], [[block[:SPLIT], block[SPLIT:]] for block in blocks])
+    for number, block, is_loaded in zip(numbers, blocks, answers, strict=True):
+        assert not is_loaded or np.array_equal(block, block_of(number))
+    return answers
+
+
+class GatedTier(MemoryTier):
+    """Hangs in reads and writes while its gate is closed."""
+
+    gate = threading.Event()
+
+    def put(self, batch):
+        self.gate.wait()
+        super().put(batch)
+
+    def get(self, batch):
+        self.gate.wait()
+        super().get(batch)
+
+
+@pytest.fixture
+def gated():
+    GatedTier.gate = threading.Event()
+    GatedTier.gate.set()
+    entry = {"type": GatedTier, "capacity": "1MiB", "deadline_s": 0.05, "advanced": {"pause_s": 0.05}}
+    store = open_store(parse_tier(entry), BLOCK_BYTES, {})
+    yield store
+    GatedTier.gate.set()
+    store.close()
+
+
+def test_threads_load_what_was_stored(tmp_path):
+    store = disk(tmp_path, 24)  # smaller than one call
+    faults = []
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(12):
+                numbers = rng.choice(40, 30, replace=False).tolist()
+                assert sum(put(store, numbers)) >= 1
+                get(store, numbers)
+                store.touch([key_of(n) for n in numbers])
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    stats = store.stats()
+    assert stats.tier.num_held <= 24
+    assert stats.num_jobs == 0
+    assert stats.failed_jobs == 0
+    assert not stats.tier.corrupt_blocks
+    assert stats.tier.loaded_blocks
+    store.close()
+    assert put(store, [1]) == get(store, [1]) == [False]
+    assert store.num_held([key_of(1)]) == 0
+
+
+def test_restart_finds_blocks_and_recency(tmp_path):
+    store = disk(tmp_path, 8)
+    assert all(put(store, range(8)))
+    store.touch([key_of(n) for n in (0, 1, 2)])
+    store.close()
+    store = disk(tmp_path, 8)
+    assert all(put(store, range(8, 13)))
+    assert store.exists([key_of(n) for n in range(13)]) == [True] * 3 + [False] * 5 + [True] * 5
+    assert get(store, [12, 3, 0]) == [True, False, True]
+    assert store.clear()
+    assert not any(get(store, range(13)))
+    assert all(put(store, [3]))
+    store.close()
+    with pytest.raises(ValueError, match="fingerprint"):
+        open_store(
+            parse_tier({"type": "disk", "path": str(tmp_path), "capacity": "1MiB"}), BLOCK_BYTES - 1, {"model": "m"}
+        )
+
+
+def test_hanging_tier_leaves_buffers_alone(gated):
+    assert all(put(gated, range(4)))
+    GatedTier.gate.clear()
+    block, source = np.zeros(BLOCK_BYTES, np.uint8), block_of(9)
+    start_s = time.monotonic()
+    assert gated.get([key_of(0)], [block]) == [False]
+    assert gated.put([key_of(9)], [source]) == [False]
+    source[:] = 0  # the engine reuses it
+    for _ in range(5):
+        assert not any(get(gated, range(4)) + put(gated, range(100, 110)))
+    assert gated.stats().stuck_blocks
+    GatedTier.gate.set()
+    while not all(put(gated, [20]) + get(gated, [0, 1, 2, 3])):
+        assert time.monotonic() < start_s + 20
+        time.sleep(0.01)
+    assert not block.any()  # the late read went into a row of the store
+    get(gated, [9, *range(100, 110)])  # absent, or what was stored
+    assert gated.stats().stuck_blocks == 0
+    assert all(put(gated, range(200, 260)) + get(gated, range(200, 260)))
+
+
+def test_waiting_calls_share_rows(gated):
+    """Calls that find no free rows wait for those of others, and store everything."""
+    store = KeyedStore(lambda rows: (GatedTier(200, rows), gated._config), BLOCK_BYTES, staging_bytes=1)
+    answers = {}
+    threads = [
+        threading.Thread(target=lambda i=i: answers.update({i: put(store, range(20 * i, 20 * i + 20))}))
+        for i in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(all, answers.values()))
+    assert all(get(store, range(120)))
+    store.close()
+
+
+def test_invalid_arguments_change_nothing(gated):
+    block = block_of(1)
+    for keys, buffers, text in (
+        ([b"a"], [], "as many buffers"),
+        ([b"a"], [block[:-1]], "a block has 5000 bytes"),
+        ([b"a"], [[block, block]], "a block has 5000 bytes"),
+        ([b"a"], [bytes(BLOCK_BYTES)], "writable"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            gated.get(keys, buffers)
+    assert gated.put([b"a", b"a"], [bytes(BLOCK_BYTES)] * 2) == [True, True]
+    copies = np.ones((2, BLOCK_BYTES), np.uint8)
+    assert gated.get([b"a", b"a"], list(copies)) == [True, True]
+    assert not copies.any()
+    with pytest.raises(ValueError, match="omit 'write_policy'"):
+        open_store(parse_tier({"type": "memory", "capacity": 9000, "write_policy": "write_back"}), BLOCK_BYTES, {})
+    assert [part.labels for part in gated.parts()] == [(("tier", "0"), ("medium", "MEMORY"))]
