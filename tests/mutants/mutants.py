@@ -10,8 +10,10 @@ for the end of a line in them.
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import random
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,10 +34,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 STAGES = ("folder", "test", "all")
 NEWLINE = "\u23ce"
-COMPILED = {".pyx": 15, ".pxd": 60, ".h": 90}  # seconds to compile again, about
+COMPILED = {".pyx": 10, ".pxd": 40, ".h": 60}  # seconds to compile again, about
 NEEDED = (*("kvcache", "tests", "docs", "examples", "asv_benchmarks", ".ci", "setup.py", "pyproject.toml", "Makefile"),
           *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "constraints.txt", "MANIFEST.in"))  # fmt: skip
 TEST_TIMEOUT_S = 120
+PACKAGES = ("hypothesis", "jsonschema", "msgspec", "numpy", "opentelemetry.sdk.metrics", "prometheus_client", "pytest",
+            "transformers", "torch", "valkey", "vllm.v1.kv_offload.tiering.spec", "zmq", "zstandard")  # fmt: skip
+VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"  # `make test-vllm` makes it
+VLLM_ARGUMENTS = ["--override-ini=filterwarnings=default", "--disable-warnings"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +117,22 @@ class Copy:
         self.folder = folder
         self.pristine = pristine
         self.flaky: list[str] = []
+        self.servers: dict[Path, Server] = {}
+        # The test files that found faults of a file of the package: they run first.
+        self.finders: dict[str, Counter[str]] = defaultdict(Counter)
         shutil.copytree(pristine, folder)
+
+    def server(self, tests: list[str]) -> Server:
+        """Return the server whose environment the tests need."""
+        python = VLLM_PYTHON if any("tests/vllm" in name for name in tests) else Path(sys.executable)
+        if python not in self.servers:
+            self.servers[python] = Server(python, self.folder.parent)
+        return self.servers[python]
+
+    def close(self) -> None:
+        """End the servers."""
+        for server in self.servers.values():
+            server.process.__exit__(None, None, None)
 
     def plant(self, fault: Fault) -> bool:
         """Apply a fault and compile what depends on it. Return whether it compiles."""
@@ -146,75 +167,128 @@ def make_pristine(folder: Path) -> None:
             shutil.copytree(source, folder / "build" / source.name)
     if not build(folder):
         raise SystemExit("the package does not compile without any fault")
+    compileall.compile_dir(folder, quiet=2)
 
 
 def build(folder: Path) -> bool:
-    # A fault needs no fast code, and compiles in half of the time without.
-    env = {**os.environ, "KVCACHE_OPTIMIZE": "1", "KVCACHE_BUILD_JOBS": "1", "PYTHONPATH": ""}
+    # A fault needs no fast code, and compiles in a quarter of the time without.
+    env = {**os.environ, "KVCACHE_OPTIMIZE": "0", "KVCACHE_BUILD_JOBS": "1", "PYTHONPATH": ""}
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True).returncode == 0
 
 
-def run_stage(folder: Path, stage: str, tests: list[str], limit_s: float, without: list[str]) -> str:
+def serve(packages: tuple[str, ...]) -> None:
+    """Import packages, then run pytest in a fork for each line of standard input, as JSON; print its exit status."""
+    for name in packages:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for line in sys.stdin:
+        task = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            os.chdir(task["folder"])
+            output = os.open(task["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for target, source in enumerate([os.open(os.devnull, os.O_RDONLY), output, output]):
+                os.dup2(source, target)
+            os.environ.update(task["env"])
+            sys.path.insert(0, task["folder"])
+            # Loops use up their CPU time, locks the test's own limit; the deadline is for what neither ends.
+            resource.setrlimit(resource.RLIMIT_CPU, (int(task["limit_s"]), int(task["limit_s"]) + 5))
+            sys.exit(importlib.import_module("pytest").main(task["arguments"]))
+        deadline = time.monotonic() + 10 * task["limit_s"]
+        status = 0, 0
+        while not status[0] and time.monotonic() < deadline:
+            status = os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        if not status[0]:
+            status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status[1]), flush=True)
+
+
+class Server:
+    """A process that has imported what tests need, and forks for each run of pytest."""
+
+    def __init__(self, python: Path, scratch: Path) -> None:
+        # Byte code of a planted file could be taken for that of the next one; the copies bring their own.
+        env = {
+            **os.environ,
+            "PYTHONSAFEPATH": "1",
+            "PYTHONHASHSEED": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        env["PATH"] = f"{python.parent}{os.pathsep}{env['PATH']}"
+        for name in ("KVCACHE_EXPECT_IN", "KVCACHE_MAX_TEST_CPU_S"):
+            env.pop(name, None)
+        self.process = subprocess.Popen(
+            [python, Path(__file__), "--serve"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.output = scratch / f"output-{self.process.pid}"
+
+    def run(self, folder: Path, arguments: list[str], env: dict[str, str], limit_s: float) -> tuple[int, str]:
+        """Run pytest in a folder; return its exit status and what it printed."""
+        task = {"folder": str(folder), "arguments": arguments, "env": env, "limit_s": limit_s}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({**task, "output": str(self.output)}) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline()), self.output.read_text(errors="replace")
+
+
+def run_stage(server: Server, folder: Path, stage: str, tests: list[str], limit_s: float, without: list[str]) -> str:
     """Run the tests of a stage until one fails; return its name, "hangs", "crashes", or "" if all pass."""
     shared = [path for path in (ROOT.parent / "shared", ROOT.parent.parent / "shared") if (path / "traces").is_dir()]
-    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "CI": "true", "PYTHONHASHSEED": "1"}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    env |= {"KVCACHE_SHARED": str(shared[0])} if shared and "KVCACHE_SHARED" not in env else {}
-    for name in ("KVCACHE_EXPECT_IN", "KVCACHE_MAX_TEST_CPU_S"):
-        env.pop(name, None)
+    env = {"PYTHONPATH": str(folder), "CI": "true"}
+    env |= {"KVCACHE_SHARED": str(shared[0])} if shared and "KVCACHE_SHARED" not in os.environ else {}
     marks = {"folder": "not slow", "test": "not slow and not other_policy", "all": "slow or other_policy or hypothesis"}
     if stage == "all":
         env["KVCACHE_SIMULATED_DEVICE"] = "1"
     if stage != "folder" and not any("::" in name for name in tests):
         tests = ["tests"]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
-    command += ["--hypothesis-profile=few", "-m", marks[stage]]
-    command += ["--ignore-glob=tests/vllm", "--ignore-glob=tests/mutants"]
-    command += [*(f"--deselect={name}" for name in without), *tests]
-
-    def bound() -> None:
-        os.nice(10)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 5))
-
-    process = subprocess.Popen(
-        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        start_new_session=True, preexec_fn=bound,
-    )  # fmt: skip
-    try:
-        # Loops use up their CPU time, locks the test's own limit; this one is for what neither ends.
-        output = process.communicate(timeout=10 * limit_s)[0]
-    except subprocess.TimeoutExpired:
-        return "hangs"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.returncode in (0, 5):
+    # Rewritten assertions say more, and take longer.
+    arguments = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
+    arguments += ["--hypothesis-profile=few", "-m", marks[stage], "--ignore-glob=tests/mutants"]
+    arguments += VLLM_ARGUMENTS if any("tests/vllm" in name for name in tests) else ["--ignore-glob=tests/vllm"]
+    status, output = server.run(folder, [*arguments, *(f"--deselect={name}" for name in without), *tests], env, limit_s)
+    if status in (0, 5):
         return ""
     failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", output, re.MULTILINE)
-    return failed[1] if failed else "hangs" if process.returncode == -signal.SIGXCPU else "crashes"
+    return failed[1] if failed else "hangs" if status in (-signal.SIGXCPU, -signal.SIGKILL) else "crashes"
+
+
+def nearest_first(file: str, tests: list[str], finders: Counter[str]) -> list[str]:
+    """Put the tests that found most faults of a file first, then those named like it, then all others."""
+    stem = Path(file).stem
+    named = [path for name in tests for path in sorted((ROOT / name).glob(f"**/test_*{stem}*.py"))]
+    return list(dict.fromkeys([name for name, _ in finders.most_common(3)]
+                              + [path.relative_to(ROOT).as_posix() for path in named] + tests))  # fmt: skip
 
 
 def try_fault(copy: Copy, fault: Fault, stages: list[str], limit_s: float) -> dict[str, object]:
     """Plant one fault, run the stages until one finds it, and return the result."""
     started = time.monotonic()
     tests = tests_of(fault.file, read_tests((copy.pristine / "CONTRIBUTING.md").read_text()))
+    server = copy.server(tests)
+    tests = nearest_first(fault.file, tests, copy.finders[fault.file])
     found, how, flaky = "", "", copy.flaky
     try:
         if not copy.plant(fault):
             found, how = "folder", "does not compile"
         for stage in stages if not found else []:
             while not found:
-                how = run_stage(copy.folder, stage, tests, limit_s, flaky)
+                how = run_stage(server, copy.folder, stage, tests, limit_s, flaky)
                 # A test that fails without the fault, too, has found nothing: go on without it.
-                if "::" in how and run_stage(copy.pristine, stage, [how], limit_s, []) == how:
+                if "::" in how and run_stage(server, copy.pristine, stage, [how], limit_s, []) == how:
                     flaky.append(how)
                     continue
                 found = stage if how else ""
                 break
     finally:
         copy.restore()
+    copy.finders[fault.file].update([how.split("::")[0]] if "::" in how else [])
     seconds = round(time.monotonic() - started, 1)
     return {"fault": fault.id, "area": fault.area, "found": found, "by": how, "stages": stages, "flaky": [*flaky],
             "seconds": seconds}  # fmt: skip
@@ -257,8 +331,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=300, help="CPU time of a stage; beyond it, a fault is found")
     parser.add_argument("--results", type=Path, help="JSON lines, appended; a fault in it is not run again")
     parser.add_argument("--least-share", type=float, default=0, help="exit with 1 if a smaller share is found")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    faults = read_faults()
+    if args.serve:
+        serve(PACKAGES)
+        return 0
+    faults = [fault for fault in read_faults() if fault.area != "vllm" or VLLM_PYTHON.exists()]
     for fault in faults:
         fault.apply((ROOT / fault.file).read_text())
     areas = args.areas or [""]
@@ -294,6 +372,8 @@ def main(argv: list[str] | None = None) -> int:
                     if args.results is not None:
                         with args.results.open("a") as file:
                             file.write(json.dumps(result) + "\n")
+            while not copies.empty():
+                copies.get().close()
     print(table(list(results.values()), chosen))
     share = sum(bool(row["found"]) for row in results.values()) / len(results) if results else 1.0
     return int(share < args.least_share)

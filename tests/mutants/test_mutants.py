@@ -98,3 +98,4 @@ def test_faults_are_found_missed_and_restored(driver: ModuleType, tmp_path: Path
     assert found("B = 2", "B = 3") == ("", "")
     with pytest.raises(ValueError, match="its old text occurs 0 times"):
         found("C = 1", "C = 2")
+    copy.close()
