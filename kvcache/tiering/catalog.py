@@ -99,6 +99,14 @@ class Catalog:
         """Count blocks as absent from now on; return those that were held. Those in `corrupt` until stored again."""
         return []
 
+    def delete(self, keys: list[bytes]) -> list[bytes]:
+        """Count blocks as absent until they are stored again, and evict them first; return those that were held."""
+        return self.forget(keys, keys)
+
+    def begin_erase(self) -> tuple[list[bytes], list[int]]:
+        """Reference deleted blocks, so that their slots are not written, and return their slots; `end_load` ends it."""
+        return [], []
+
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> list[int]:
         """Record a use of `keys`, in prefix order; return the slots of the held ones."""
         return []
@@ -131,6 +139,7 @@ class SlotCatalog(Catalog):
         # A store names the tail of a prompt first. A policy that keeps paths needs the head first.
         self._keeps_paths = self._blocks.policy.reads_clock
         self._bad: set[bytes] = set()
+        self._deleted: set[bytes] = set()
         self._unannounced = deque(keys)
         # The pool numbers the blocks that were found 0, 1, 2, ..., in the order of their use.
         self._slot_of: npt.NDArray[np.int64] | None = None
@@ -178,6 +187,8 @@ class SlotCatalog(Catalog):
         again = [key for key in keys if key in self._bad] if self._bad else []
         if again:
             self._blocks.unpin(again)
+            self._deleted.difference_update(again)
+            self._blocks.hint(again, "later")
         if self._bad:
             self._bad.difference_update(stored)
         if len(stored) < len(keys):
@@ -205,6 +216,18 @@ class SlotCatalog(Catalog):
 
     def end_request(self, req_context: ReqContext) -> None:
         self._blocks.end_request(req_context)
+
+    def delete(self, keys: list[bytes]) -> list[bytes]:
+        held = self.forget(keys)
+        if held:
+            self._deleted.update(held)
+            self._blocks.hint(held, "end")
+        return held
+
+    def begin_erase(self) -> tuple[list[bytes], list[int]]:
+        keys = [key for key in self._deleted if key in self._bad and self._is_unused(key)]
+        self._deleted.clear()
+        return keys, self._pin(keys)
 
     def announce(self, max_blocks: int) -> list[bytes]:
         if not self._unannounced:

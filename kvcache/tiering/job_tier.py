@@ -186,6 +186,9 @@ class JobTier(Tier):
         `version` is that of the reset, None without one.
         """
 
+    def erase(self, slots: list[int]) -> None:
+        """Make sure that the deleted blocks in `slots` are not found after a restart."""
+
     def maintain(self) -> None:
         """Do periodic work; called every `maintain_interval_s` and once at the end."""
 
@@ -253,6 +256,10 @@ class JobTier(Tier):
     def on_request_finished(self, req_context: ReqContext) -> None:
         with self._lock:
             self._life.catalog.end_request(req_context)
+
+    def delete(self, keys: list[bytes]) -> list[bytes]:
+        with self._lock:
+            return [] if self._life.reason or self._read_only else self._life.catalog.delete(keys)
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         with self._lock:
@@ -461,6 +468,14 @@ class JobTier(Tier):
         return self._new_catalog(contents, self._life.catalog.last_seq)
 
     def _run_maintain(self) -> None:
+        with self._lock:
+            catalog = self._life.catalog
+            # Beside a reset, another catalog may give the slots away at any time.
+            keys, slots = ([], []) if self._life.state is State.RESETTING else catalog.begin_erase()
+        if keys:
+            self._try("erase", lambda: self.erase(slots))
+            with self._lock:
+                catalog.end_load(keys)
         self._try("maintenance", self.maintain)
 
     def _run_close(self) -> None:

@@ -179,6 +179,14 @@ class KeyedStore:
                 self._controller.touch(list(keys), None)
                 self._poll()
 
+    def delete(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Forget blocks, also over a restart; return the keys that were held. The medium frees their space when needed.
+
+        A tier of a store that engines share forgets them for this engine alone.
+        """
+        with self._lock:
+            return [] if self._is_closed else self._controller.tier.delete(list(keys))
+
     def clear(self, version: str | int | None = None) -> bool:
         """Forget every block; return whether that is done and the tier serves again, within ``deadline_s``."""
         start_s = self.clock()

@@ -191,6 +191,10 @@ class Tier(Configurable, ABC):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Called at a request's end."""
 
+    def delete(self, keys: list[bytes]) -> list[bytes]:
+        """Forget blocks, and return those that were held; the default forgets none."""
+        return []
+
 
 def reset_tier(tier: Tier, version: str | int | None) -> None:
     """Reset a tier to `version`; a tier of a plug-in may have a `reset` without a parameter."""

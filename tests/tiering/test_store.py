@@ -111,6 +111,16 @@ def test_restart_finds_blocks_and_recency(tmp_path):
     assert all(put(store, range(8, 13)))
     assert store.exists([key_of(n) for n in range(13)]) == [True] * 3 + [False] * 5 + [True] * 5
     assert get(store, [12, 3, 0]) == [True, False, True]
+    assert store.delete([key_of(n) for n in (3, 12, 11)]) == [key_of(12), key_of(11)]
+    assert put(store, [11]) == get(store, [11]) == [True]
+    assert store.stats().tier.num_held == 7
+    store.close()
+    store = disk(tmp_path, 8)
+    assert get(store, [10, 11, 12]) == [True, True, False]
+    # The room of a deleted block is used before a block leaves.
+    assert all(put(store, [20]) + get(store, [0, 1, 2, 8, 9, 10, 11]))
+    assert store.delete([key_of(20)])
+    assert all(put(store, [21]) + get(store, [0, 1, 2, 8, 9, 10, 11]))
     assert store.clear()
     assert not any(get(store, range(13)))
     assert all(put(store, [3]))

@@ -239,6 +239,12 @@ class DiskTier(JobTier):
         mark.stop(_MARK_S)
         self._marks = [thread for thread in [*self._marks, mark] if thread.is_alive]
 
+    def erase(self, slots: list[int]) -> None:
+        table = self._opened().table
+        with self._warning_of("erase"):
+            for slot in slots:
+                table.void(slot, 1)
+
     def maintain(self) -> None:
         """Write recency and make everything durable; notice that the directory was removed."""
         store = self._store
