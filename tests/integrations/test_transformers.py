@@ -28,8 +28,7 @@ from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.lab.traces.recorded_trace import RecordedTrace
 from kvcache.recorder.format import Recording
 
-pytestmark = pytest.mark.slow
-
+EACH_KIND = [pytest.param(kind, marks=[] if kind in ("llama", "gpt2") else pytest.mark.slow) for kind in KINDS]
 # Their arithmetic does not depend on the number of tokens in a forward, as the routing of experts does.
 DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "gpt2"]
 IDS = prompt_of(60)
@@ -40,7 +39,7 @@ def cache():
     return PrefixCache(model_of(), num_blocks=64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_generate_of_ten_turns_returns_the_tokens_of_the_model_alone(kind):
     cache = PrefixCache(model_of(kind), num_blocks=64)
     ids = prompt_of(37)
@@ -218,7 +217,7 @@ def test_active_adapters_are_part_of_the_identity():
     assert cache.load(IDS)[1] == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_generate_of_a_padded_batch_returns_the_tokens_of_the_model_alone(kind):
     cache = PrefixCache(model_of(kind), num_blocks=64)
     ids, mask = padded(70, 53, 64, 20)

@@ -396,6 +396,17 @@ def test_verify_off_computes_nothing_again(model):
     assert cache.load(IDS)[1] == 48
 
 
+def test_verify_off_notices_each_number_changed_in_place():
+    model = built(vocab_size=512)
+    cache = PrefixCache(model, num_blocks=64, verify=False)
+    for column in range(8):
+        cached(cache, IDS, new=1)
+        assert cache.load(IDS)[1] == 48
+        with torch.no_grad():
+            model.lm_head.weight[5, column].add_(1.0)
+        assert cache.load(IDS)[1] == 0
+
+
 def test_cast_model_is_refused_before_it_computes(model, cache):
     cached(cache, IDS)
     model.to(torch.bfloat16)

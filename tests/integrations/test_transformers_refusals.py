@@ -7,8 +7,6 @@ from small_models import built, model_of, prompt_of
 
 from kvcache.integrations.transformers import PrefixCache
 
-pytestmark = pytest.mark.slow
-
 SMALL = {"hidden_size": 32, "head_dim": 8, "pad_token_id": 0}
 # Two layers, keys and values, two heads, 8 floats of 4 bytes; 16 tokens.
 BLOCK_BYTES = 2 * 2 * 2 * 8 * 4 * 16

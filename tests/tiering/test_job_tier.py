@@ -223,6 +223,8 @@ def test_full_queue_is_refused_and_counted(make, host, store):
     assert tier.submit_store(1, keys_of("ab"), [0, 1])
     assert not tier.submit_store(2, keys_of("c"), [2])
     assert not tier.submit_load(3, keys_of("c"), [2])
+    with pytest.raises(ValueError, match="job 1 is still under way"):
+        tier.submit_load(1, [], [])
     assert tier.stats().refused_blocks == 2
     store.gate.set()
     wait_for(tier, 1)
@@ -250,6 +252,7 @@ def test_cancelled_batches_that_have_not_begun_fail_at_once(make, host, store):
     results = ended(tier, 3, 4)
     assert [(result.done, result.error) for result in results] == [([], ""), ([], "")]
     assert [sorted(result.failed) for result in results] == [keys_of("ab"), keys_of("de")]
+    assert tier.stats().unavailable_reason == ""
     store.gate.set()
     assert wait_for(tier, 2).done == [b"c"]
     time.sleep(0.02)
@@ -279,10 +282,15 @@ def test_reset_is_durable_and_waits_for_older_jobs_before_it_serves(make, host, 
     tier.get = lambda batch: hung.wait() and None
     tier.submit_load(2, keys_of("ab"), [5, 6])
     until(lambda: not tier._jobs.under_way[2].moves[0]._unclaimed)
+    tier.submit_store(5, [b"d"], [1])
+    is_marked_first = []
+    tier.mark_reset = lambda: time.sleep(0.02) or is_marked_first.append(bool(store.values))
     tier.reset()
     until(lambda: not store.values)
     time.sleep(0.01)
-    assert tier.get_finished() == []
+    assert is_marked_first == [True]
+    # A job that no thread has begun ends at once.
+    assert [(result.job_id, result.failed) for result in tier.get_finished()] == [(5, [b"d"])]
     assert tier.lookup(keys_of("ab")) == 0
     assert not tier.submit_store(3, [b"c"], [0])
     assert tier.stats().unavailable_reason == "reset under way"
@@ -410,18 +418,6 @@ def test_index_refuses_contents_that_do_not_fit():
         SlotCatalog(4, "lru", keys_of("ab"), [1, 1])
     with pytest.raises(ValueError, match="2 keys in 1 slots of 4"):
         SlotCatalog(4, "lru", keys_of("ab"), [1])
-
-
-def test_block_being_rewritten_is_not_rewritten_twice_at_once():
-    index = SlotCatalog(4, "lru", [], ())
-    placement = index.begin_store([b"a"])
-    index.end_store(placement.keys, placement.keys)
-    assert index.forget([b"a"]) == [b"a"]
-    assert index.begin_store([b"a"]).keys == [b"a"]
-    assert index.begin_store([b"a"]).keys == []
-    index.end_store([b"a"], [b"a"])
-    assert index.find([b"a"]) == 1
-    assert index.begin_store(keys_of("bcde")).evicted == [b"a"]
 
 
 def test_memory_tier_comes_from_a_configuration(host):
