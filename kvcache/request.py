@@ -226,15 +226,7 @@ class ReqContext:
         return None if self._state is None else self._state.get(cls)
 
     def set_offload_key_position(self, key: bytes, end_token: int) -> None:
-        """Set where in the prompt a key's block ends, in tokens; ValueError if `end_token` is not an int.
-
-        Parameters
-        ----------
-        key : bytes
-            A block's key.
-        end_token : int
-            Tokens of the prompt up to the block's end.
-        """
+        """Set where in the prompt a key's block ends, in tokens; ValueError if `end_token` is not an int."""
         if type(end_token) is not int:
             try:
                 end_token = index(end_token)
@@ -247,10 +239,7 @@ class ReqContext:
     def set_offload_key_positions(self, positions: dict[bytes, int]) -> None:
         """Set where in the prompt the blocks of keys end, in tokens; replaces earlier positions.
 
-        Parameters
-        ----------
-        positions : dict of bytes to int
-            Kept, not copied: the caller may add keys later.
+        `positions` is kept, not copied: the caller may add keys later.
         """
         if not isinstance(positions, dict):
             raise ValueError(f"positions must be a dict of keys to ints, got {positions!r}")
@@ -303,13 +292,7 @@ def parse_hint(hint: object) -> Retention:
 
 
 class OffloadPolicy(enum.Enum):
-    """Which of a request's blocks are offloaded.
-
-    Parameters
-    ----------
-    value : str
-        ``"block_level"`` (only new blocks) or ``"request_level"`` (all of a request).
-    """
+    """Which of a request's blocks are offloaded: only new blocks (`BLOCK_LEVEL`), or all (`REQUEST_LEVEL`)."""
 
     BLOCK_LEVEL = "block_level"
     REQUEST_LEVEL = "request_level"
@@ -317,12 +300,6 @@ class OffloadPolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestOffloadingContext:
-    """How one request's blocks are offloaded: only new blocks (`BLOCK_LEVEL`), or all (`REQUEST_LEVEL`).
-
-    Parameters
-    ----------
-    policy : OffloadPolicy
-        Which of the request's blocks are offloaded.
-    """
+    """How one request's blocks are offloaded: its `policy` is an `OffloadPolicy`."""
 
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL

@@ -34,39 +34,14 @@ class Backend(ABC):
 
     @abstractmethod
     def allocate_blocks(self, block_hashes: list[bytes]) -> list[BlockStatus]:
-        """Return a new block with `ref_cnt` -1 for each hash, in this order. The caller has checked that there is room.
-
-        Parameters
-        ----------
-        block_hashes : list of bytes
-            Keys of the new blocks. There is room for all of them.
-
-        Returns
-        -------
-        list of BlockStatus
-            New blocks with `ref_cnt` -1, in the same order.
-        """
+        """Return a new block with `ref_cnt` -1 for each of `block_hashes`, in this order. There is room for all."""
 
     @abstractmethod
     def free(self, block: BlockStatus) -> None:
-        """Free a block. Called once per block.
-
-        Parameters
-        ----------
-        block : BlockStatus
-            An object that `allocate_blocks` returned. It is freed only once.
-        """
+        """Free `block`, an object that `allocate_blocks` returned. Called once per block."""
 
     def get_load_store_spec(self, block_hashes: Sequence[bytes], blocks: Sequence[BlockStatus]) -> LoadStoreSpec:
-        """Return the locations of `blocks`, for the worker.
-
-        Parameters
-        ----------
-        block_hashes : list of bytes
-            Keys of the blocks.
-        blocks : list of BlockStatus
-            The blocks, in the same order.
-        """
+        """Return the locations of `blocks`, whose keys are `block_hashes`, for the worker."""
         raise NotImplementedError(f"{type(self).__name__} does not say where its blocks lie")
 
     def reset(self) -> None:  # noqa: B027

@@ -60,11 +60,7 @@ class BackendOffloadingManager(PoolManager):
     ----------
     backend : Backend
         Allocates the blocks. Its current number of free blocks is the capacity.
-    cache_policy : str or type
-        A policy's name, class or ``"package.module:Class"``.
-    enable_events : bool
-        Whether to record events for `take_events`.
-    store_threshold, max_tracker_size, what_if
+    cache_policy, enable_events, store_threshold, max_tracker_size, what_if
         As in `CPUOffloadingManager`.
 
     Raises

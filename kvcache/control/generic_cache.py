@@ -45,6 +45,8 @@ class GenericBlockCache:
     counted, or neither.
     """
 
+    num_raised = 0  # a policy with five primitives has no priorities
+
     def __init__(
         self,
         policy: CachePolicy,
@@ -63,14 +65,9 @@ class GenericBlockCache:
         self._epoch = object()
         self.guard = Guard()
         self._num_evictable = 0
-        self.num_referenced = 0
-        self.num_pending = 0
-        self.lookups = 0
-        self.looked_up_blocks = 0
-        self.hit_blocks = 0
-        self.gated_blocks = 0
-        self.declined_blocks = 0
-        self.num_raised = 0
+        self.num_referenced = self.num_pending = 0
+        self.lookups = self.looked_up_blocks = self.hit_blocks = 0
+        self.gated_blocks = self.declined_blocks = 0
         # Over blocks that it does not own, a compiled policy declines nothing.
         self._declines = policy.declines
         self._reads_clock = policy.reads_clock
@@ -93,7 +90,7 @@ class GenericBlockCache:
     def open_request(
         self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None, num_keys: int = 0
     ) -> RequestUses:
-        # A policy with five primitives has no priorities. Hints are soft, so it may ignore them.
+        # Hints are soft, so a policy may ignore them.
         request = RequestUses(next_use)
         request.epoch = self._epoch
         return request
@@ -241,7 +238,7 @@ class GenericBlockCache:
 
     @atomic
     def reserve(
-        self, keys: list[bytes], request_keys: RequestUses | None, admit: bytearray | None
+        self, keys: list[bytes], request_keys: RequestUses | None, admit: bytearray | None = None
     ) -> PrepareStoreOutput | None:
         _check_keys(keys)
         named: dict[bytes, bool] = {}

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from kvcache.block import READY
 from kvcache.control.backend import Backend, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
+from kvcache.control.reuse_filter import ReuseFilter
 from kvcache.core.event_log import EventLog
 from kvcache.core.request_keys import RequestKeys
-from kvcache.core.reuse_filter import ReuseFilter
 from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import MANAGER_METRICS, EventStats, ManagerStats, Part, PolicyStats
@@ -64,28 +64,14 @@ class BlockPool:
     ----------
     num_blocks : int
         Slots, >= 1 and < 2**30.
-    cache_policy : str or type
-        A policy's name, class or ``"package.module:Class"``.
-    block_size : int
-        Tokens of one block, for events.
     medium : str
         The medium's name in events.
     backend : Backend, optional
         Allocates the blocks. Default: a pool of slots.
-    enable_events : bool
-        Whether to keep events for `take_events`.
-    store_threshold : int
-        A key is stored only after this number of offers. 0 and 1: at once.
-    max_tracker_size : int
-        Limit of keys whose offers are remembered.
-    retention_share : float
-        Share of the blocks that may be held at a raised priority.
-    clock : callable
-        Returns seconds of a monotonic clock. Read only after a request has given a retention hint.
     observer : Sampler, optional
         Called with the keys that are used.
-    group_windows : sequence of int or None, optional
-        Window of each KV-cache group in blocks, None for the group without a window.
+    cache_policy, block_size, enable_events, store_threshold, max_tracker_size, retention_share, clock, group_windows
+        As for `kvcache.CPUOffloadingManager`.
 
     Attributes
     ----------
@@ -161,12 +147,8 @@ class BlockPool:
         if enable_events:
             self.events = EventLog(block_size)
             self._cache.keep_events(self.events, medium)
-        self.loaded_blocks = 0
-        self.stored_blocks = 0
-        self.evicted_blocks = 0
-        self.rejected_stores = 0
-        self.failed_blocks = 0
-        self._missed_blocks = 0
+        self.loaded_blocks = self.stored_blocks = self.evicted_blocks = 0
+        self.rejected_stores = self.failed_blocks = self._missed_blocks = 0
 
     def _make_cache(
         self, cache_policy: str | type, backend: Backend | None, group_windows: Sequence[int | None] | None
@@ -404,13 +386,7 @@ class BlockPool:
             self.observer.take_keys(keys)
 
     def pin(self, keys: Keys, req_context: ReqContext | None = None, *, is_move: bool = False) -> LoadStoreSpec:
-        """Take a reference on each block, which keeps it until `unpin`, and return the blocks' locations.
-
-        Raises
-        ------
-        KeyError, BlockStateError
-            A key is unknown, or its block is not ready. No reference is taken.
-        """
+        """Take a reference on each block, until `unpin`; see `OffloadingManager.prepare_load`."""
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
@@ -423,13 +399,7 @@ class BlockPool:
         return spec
 
     def unpin(self, keys: Keys, req_context: ReqContext | None = None) -> None:
-        """Release references that `pin` took.
-
-        Raises
-        ------
-        KeyError, BlockStateError
-            A key is unknown, or has fewer references than the call releases. Nothing changes.
-        """
+        """Release references that `pin` took; see `OffloadingManager.complete_load`."""
         if type(keys) is not list:
             keys = as_key_list(keys)
         self._cache.unpin(keys, None if req_context is None else self._request_keys_of(req_context))
@@ -437,13 +407,7 @@ class BlockPool:
     def reserve(
         self, keys: Keys, req_context: ReqContext | None = None, *, is_move: bool = False
     ) -> PrepareStoreOutput | None:
-        """Reserve slots for the absent keys, and return their locations.
-
-        Returns
-        -------
-        PrepareStoreOutput or None
-            None if the blocks do not fit. Then nothing changes.
-        """
+        """Reserve slots for the absent keys; see `OffloadingManager.prepare_store`."""
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)

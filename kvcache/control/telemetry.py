@@ -62,13 +62,7 @@ class Snapshot:
             yield from samples_of(part, self.block_size, self.block_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all values as JSON types.
-
-        Returns
-        -------
-        dict
-            JSON types only; ``parts`` lists each component with its name, labels and statistics.
-        """
+        """Return all values as JSON types; ``parts`` lists each component with its name, labels and statistics."""
         return {
             "time_s": self.time_s,
             "uptime_s": self.uptime_s,

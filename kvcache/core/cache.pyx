@@ -19,7 +19,7 @@ from kvcache.core.policy cimport KV_DEBUG, ReplacementPolicy
 from kvcache.core.priority cimport PriorityClasses
 from kvcache.core.request_keys cimport Named, RequestKeys, Span, number_of
 from kvcache.core.table cimport (
-    ONE_SHOT, PINNED, Batch, BlockTable, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_SET_ITEM, as_list, attach,
+    ONE_SHOT, PINNED, Batch, BlockTable, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_SET_ITEM, attach,
     detach, queue_of,
 )
 
@@ -386,20 +386,19 @@ cdef class BlockCache:
 
     # ---- uses and references ----------------------------------------------------------------------------------
 
-    def touch(self, keys, RequestKeys request_keys=None):
-        cdef list key_list = as_list(keys)
-        cdef Py_ssize_t n = len(key_list)
+    def touch(self, list keys not None, RequestKeys request_keys):
+        cdef Py_ssize_t n = len(keys)
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
         with cython.critical_section(table):
             self._begin(request_keys)
             self.priorities.reserve(n)
             if request_keys is None:
-                self.policy.use_keys(key_list, batch)
+                self.policy.use_keys(keys, batch)
                 self.priorities.apply(batch.rows, n, 0, 0)
             else:
-                request_keys.resolve(table, key_list, batch, True)
-                request_keys.read_positions(table, key_list, batch)
+                request_keys.resolve(table, keys, batch, True)
+                request_keys.read_positions(table, keys, batch)
                 self.policy.reserve_policy(n)
                 if self.policy.count_uses(request_keys, batch, n) < n:
                     self.policy.on_reorder(batch.rows, n)

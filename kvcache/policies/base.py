@@ -350,7 +350,9 @@ class BlockCacheOps(Protocol):
     def unpin(self, keys: list[bytes], request_keys: Any) -> None:
         """Release one reference per key."""
 
-    def reserve(self, keys: list[bytes], request_keys: Any, admit: bytearray | None) -> PrepareStoreOutput | None:
+    def reserve(
+        self, keys: list[bytes], request_keys: Any, admit: bytearray | None = None
+    ) -> PrepareStoreOutput | None:
         """Reserve slots for the absent keys (with `admit`, those marked 1). Return None if they do not fit."""
 
     def commit(self, keys: list[bytes], request_keys: Any) -> list[bytes]:

@@ -357,7 +357,6 @@ _SHOWN: dict[str, Callable[[Any], Any]] = {
     "touches": int,
     "num_remembered": int,
     "worths": list,
-    "age": int,
 }
 
 
