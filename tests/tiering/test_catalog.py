@@ -1,19 +1,14 @@
-"""Catalogs against a model, the life of a tier step by step, and the rows of a codec."""
+"""Catalogs against a model, and the life of a tier step by step."""
 
 import random
 import threading
-import zlib
 
-import numpy as np
 import pytest
 from stores import until
 
 from kvcache import ReqContext
 from kvcache.tiering import lifecycle
-from kvcache.tiering.batch import BlockOutcome, TierBatch
 from kvcache.tiering.catalog import Catalog, RemoteCatalog, SlotCatalog
-from kvcache.tiering.codec import CannotEncodeError, Codec
-from kvcache.tiering.codec_stage import CodecStage
 from kvcache.tiering.existence import ExistenceCache
 from kvcache.tiering.lifecycle import ControlSteps, Lifecycle, State
 
@@ -109,7 +104,7 @@ def test_query_takes_keys_until_a_thread_begins_it():
         asked.append(list(keys))
         return [True] * len(keys)
 
-    catalog = RemoteCatalog(ExistenceCache(10.0, 10.0, 60.0, 100), exists, queries.append, 3)
+    catalog = RemoteCatalog(ExistenceCache(10.0, 10.0, 60.0, 100), exists, queries.append, 4)
     for key in KEYS[:5]:
         assert catalog.find([key]) is None
     queries[0].run()
@@ -118,7 +113,7 @@ def test_query_takes_keys_until_a_thread_begins_it():
     assert catalog.find(KEYS[6:7]) is None
     begun(queries[1].keys)
     queries[2].run()
-    assert asked == [KEYS[:3], KEYS[3:6], KEYS[6:7]]
+    assert asked == [KEYS[:4], KEYS[4:6], KEYS[6:7]]
     for query in queries:
         query.is_held = [True] * len(query.keys)
         query.end()
@@ -169,64 +164,3 @@ def test_only_the_last_reset_opens_a_tier(monkeypatch):
     assert not life.begin_reset("four")
     assert (life.generation, life.version, life.reason) == (3, "three", "shut down")
     life.join(10.0)
-
-
-class PackingCodec(Codec):
-    """Codes of many lengths; with `is_wrong` it decodes something else."""
-
-    is_wrong = False
-    max_bytes = 600
-    fingerprint = {"codec": "packing"}  # noqa: RUF012
-
-    def __init__(self):
-        self.num_decoded = 0
-
-    def encode(self, block, target):
-        code = zlib.compress(block)
-        if len(code) > len(target):
-            raise CannotEncodeError
-        target[: len(code)] = code
-        return len(code)
-
-    def decode(self, code, block):
-        self.num_decoded += 1
-        block[:] = bytes(len(block)) if self.is_wrong else zlib.decompress(code)
-
-
-def test_codec_row_depends_on_its_block_alone_and_is_verified():
-    rng, codec = np.random.default_rng(3), PackingCodec()
-    host = np.zeros((4, 512), np.uint8)
-    for i, length in enumerate((500, 60, 300, 8)):
-        host[i, :length] = rng.integers(1, 256, length, np.uint8)
-    used = CodecStage(codec, host, 1, 1)
-    rows = {}
-
-    def batch_of(i, is_load):
-        return TierBatch(1, is_load, [KEYS[i]], [i], None, None, 0, host)
-
-    def keep(batch):
-        rows[batch.keys[0]] = bytes(batch.buffers[0])
-
-    for i in range(4):
-        CodecStage(codec, host, 1, 1).put(batch_of(i, is_load=False), keep)
-        expected = dict(rows)
-        used.put(batch_of(i, is_load=False), keep)
-        assert rows == expected
-    before, codec.num_decoded = host.copy(), 0
-    host[:] = 0
-
-    def fetch(batch, damaged=()):
-        row = bytearray(rows[batch.keys[0]])
-        for at in damaged:
-            row[at] ^= 0xFF
-        batch.buffers[0][:] = row
-
-    for at in (0, 8, 9, 15, 16, 24, 40):
-        assert used.get(batch_of(0, is_load=True), lambda batch, at=at: fetch(batch, [at])) == [BlockOutcome.CORRUPT]
-    codec.num_decoded = 0
-    assert used.get(batch_of(0, is_load=True), lambda batch: [BlockOutcome.ABSENT]) == [BlockOutcome.ABSENT]
-    assert codec.num_decoded == 0
-    assert used.get(batch_of(2, is_load=True), fetch) == [BlockOutcome.DONE]
-    assert (host[2] == before[2]).all()
-    codec.is_wrong = True
-    assert used.get(batch_of(0, is_load=True), fetch) == [BlockOutcome.CORRUPT]

@@ -328,7 +328,8 @@ def test_store_before_a_reset_does_not_count_after_it(make, host, store):
 
 
 def test_counters_do_not_go_back_at_a_reset(make, host, store):
-    tier = make(slots=2)
+    tier, seqs = make(slots=2), []
+    tier.on_stored = lambda batch: seqs.extend(batch.seqs)
     save(tier, keys_of("ab"), 1)
     save(tier, keys_of("cd"), 2)
     before = tier.stats()
@@ -341,6 +342,7 @@ def test_counters_do_not_go_back_at_a_reset(make, host, store):
     save(tier, keys_of("ab"), 3)
     save(tier, keys_of("c"), 4)
     assert tier.stats().evicted_blocks == 3
+    assert seqs == sorted(set(seqs))
 
 
 def test_error_of_open_is_raised_or_becomes_the_reason(make, host, store):
@@ -352,6 +354,21 @@ def test_error_of_open_is_raised_or_becomes_the_reason(make, host, store):
     store.gate.set()
     until(lambda: tier.stats().unavailable_reason == "opening failed: OSError: no such server")
     assert tier.lookup([b"a"]) == 0
+
+
+def test_start_that_fails_and_batch_that_hangs_close_the_medium_once(make, host, store, monkeypatch):
+    closed = []
+    monkeypatch.setattr(StoreTier, "close", lambda tier: closed.append(tier))
+    with pytest.raises(ValueError, match="are not one slot for each"):
+        make(slots=1, found=keys_of("ab"))
+    assert len(closed) == 1
+    until(lambda: not any(thread.name.startswith("store-") for thread in threading.enumerate()))
+    tier = make(slots=4)
+    store.hold(lambda: tier.submit_store(1, [b"a"], [0]))
+    tier.shutdown()
+    assert len(closed) == 1
+    store.gate.set()
+    until(lambda: len(closed) == 2)
 
 
 def test_what_was_found_is_announced_once_in_pieces_without_what_left(make, host, monkeypatch):

@@ -1,6 +1,7 @@
 """Codecs of tiers: blocks that come back, refused blocks, counters, damage, and formats that must not change."""
 
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from kvcache.assembly.assemble import parse_tier
 from kvcache.metrics import samples_of
 from kvcache.registry import CODECS
 from kvcache.testing.tier_contract import TierContract
+from kvcache.tiering.batch import BlockOutcome, TierBatch
 from kvcache.tiering.checksum import checksum
 from kvcache.tiering.codec import CannotEncodeError, Codec
+from kvcache.tiering.codec_stage import CodecStage
 from kvcache.tiering.tier import CodecTierStats
 from kvcache.tiers.codecs.fp8 import Fp8Codec
 from kvcache.tiers.codecs.zstd import ZstdCodec
@@ -268,3 +271,64 @@ def test_codecs_share_nothing():
 def test_bad_options_name_the_value(codec, message):
     with pytest.raises(ValueError, match=message):
         open_configured({"type": "memory", "capacity": "1MiB", "codec": codec}, compressible(4))
+
+
+class PackingCodec(Codec):
+    """Codes of many lengths; with `is_wrong` it decodes something else."""
+
+    is_wrong = False
+    max_bytes = 600
+    fingerprint = {"codec": "packing"}  # noqa: RUF012
+
+    def __init__(self):
+        self.num_decoded = 0
+
+    def encode(self, block, target):
+        code = zlib.compress(block)
+        if len(code) > len(target):
+            raise CannotEncodeError
+        target[: len(code)] = code
+        return len(code)
+
+    def decode(self, code, block):
+        self.num_decoded += 1
+        block[:] = bytes(len(block)) if self.is_wrong else zlib.decompress(code)
+
+
+def test_codec_row_depends_on_its_block_alone_and_is_verified():
+    rng, codec = np.random.default_rng(3), PackingCodec()
+    host = np.zeros((4, 512), np.uint8)
+    for i, length in enumerate((500, 60, 300, 8)):
+        host[i, :length] = rng.integers(1, 256, length, np.uint8)
+    used = CodecStage(codec, host, 1, 1)
+    rows = {}
+
+    def batch_of(i, is_load):
+        return TierBatch(1, is_load, [KEYS[i]], [i], None, None, 0, host)
+
+    def keep(batch):
+        rows[batch.keys[0]] = bytes(batch.buffers[0])
+
+    for i in range(4):
+        CodecStage(codec, host, 1, 1).put(batch_of(i, is_load=False), keep)
+        expected = dict(rows)
+        used.put(batch_of(i, is_load=False), keep)
+        assert rows == expected
+    before, codec.num_decoded = host.copy(), 0
+    host[:] = 0
+
+    def fetch(batch, damaged=()):
+        row = bytearray(rows[batch.keys[0]])
+        for at in damaged:
+            row[at] ^= 0xFF
+        batch.buffers[0][:] = row
+
+    for at in (0, 8, 9, 15, 16, 24, 40):
+        assert used.get(batch_of(0, is_load=True), lambda batch, at=at: fetch(batch, [at])) == [BlockOutcome.CORRUPT]
+    codec.num_decoded = 0
+    assert used.get(batch_of(0, is_load=True), lambda batch: [BlockOutcome.ABSENT]) == [BlockOutcome.ABSENT]
+    assert codec.num_decoded == 0
+    assert used.get(batch_of(2, is_load=True), fetch) == [BlockOutcome.DONE]
+    assert (host[2] == before[2]).all()
+    codec.is_wrong = True
+    assert used.get(batch_of(0, is_load=True), fetch) == [BlockOutcome.CORRUPT]
