@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 
+import numpy as np
 import pytest
 from recorder_harness import key, replayed, serve, touches
 
@@ -18,10 +19,12 @@ from kvcache import (
     CPUOffloadingManager,
     ReqContext,
     Retention,
+    TieredOffloadingManager,
 )
 from kvcache.recorder import ops
 from kvcache.recorder.format import Raised, Recording
 from kvcache.recorder.recorder import Recorder
+from kvcache.testing.tiers import ManualTier
 
 
 def test_stopped_manager_calls_its_own_methods_again(manager, path):
@@ -36,6 +39,25 @@ def test_stopped_manager_calls_its_own_methods_again(manager, path):
     assert manager.recorder is None
     manager.prepare_store([key(1)])
     assert [record.op for record in Recording(path)] == [ops.Op.STATS]
+
+
+def test_failed_start_and_stop_give_every_part_back(path):
+    tier = ManualTier(8, np.zeros((8, 4), np.uint8), is_automatic=True)
+    manager = TieredOffloadingManager(8, 8, [tier])
+
+    def parts():
+        return manager.controllers[0].tier, manager.clock, manager.recorder, type(manager)
+
+    before = parts()
+    manager.lookup = manager.lookup
+    with pytest.raises(ValueError, match="lookup cannot be wrapped"):
+        Recorder(manager, path)
+    assert parts() == before
+    del manager.lookup
+    with Recorder(manager, path):
+        assert not {tier, before[1]} & {*parts()}
+    assert parts() == before
+    manager.shutdown()
 
 
 def test_look_ups_one_by_one_are_written_as_runs(path):
@@ -72,11 +94,15 @@ def test_same_keys_are_named_once_and_never_in_clear(manager, path):
         for _ in range(400):
             manager.touch(keys)
             manager.touch(keys[:300])
+        caller_list = keys[:2]
+        manager.touch(caller_list)
+        caller_list.clear()
     raw = path.read_bytes()
     assert b"secret" not in raw
     assert len(raw) < 20 * 8 * len(keys) * 2
     recorded = touches(path)
-    assert len(recorded) == 800
+    assert len(recorded) == 801
+    assert recorded[-1] == recorded[0][:2]
     assert all(keys == recorded[0][: len(keys)] for keys in recorded)
     assert len(set(recorded[0])) == 1000
 
@@ -90,6 +116,8 @@ def test_salt_makes_keys_of_two_recordings_alike(tmp_path):
 
     assert recorded("a", "ours") == recorded("b", "ours") != recorded("c", "theirs")
     assert recorded("d", None) != recorded("e", None)
+    # The whole salt counts, however long.
+    assert recorded("f", "x" * 64 + "a") != recorded("g", "x" * 64 + "b")
     assert b"ours" not in (tmp_path / "a").read_bytes()
 
 
