@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
-from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.controller import HostBudget, TierConfig, TierController, TierJob
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import TierResult
 
@@ -195,3 +195,36 @@ def test_tier_whose_reset_raises_serves_nothing_until_one_works():
     day.serve("abc")
     day.manager.settle(5)
     assert day.tier.lookup([b"a"]) == 1
+
+
+@pytest.mark.parametrize("answer", [-2, 5, 2.0, True, "2", [2]])
+def test_impossible_answer_of_a_look_up_finds_nothing(answer):
+    tier = ManualTier(8)
+    controller = TierController(tier, TierConfig(), 16, 1, HostBudget(16))
+    keys = [bytes([number]) for number in range(4)]
+    for scripted, expected in ((4, 4), (None, None), (answer, 0)):
+        tier.lookup = lambda keys, scripted=scripted: scripted
+        assert controller.lookup(keys, 0.0) == expected
+    assert controller.stats().tier.last_error == f"lookup returned {answer!r} for 4 keys"
+
+
+def test_direction_whose_blocks_are_stuck_gets_no_job_until_they_end():
+    tier = ManualTier(8)
+    config = TierConfig(max_store_blocks=4, pause_s=1.0, deadline_s=5.0)
+    controller = TierController(tier, config, 16, 1, HostBudget(16))
+    for number in range(2):
+        keys = [bytes([number, i]) for i in range(2)]
+        job = TierJob(number, controller, False, keys, [2 * number, 2 * number + 1], 5.0)
+        assert controller.send(job, 0.0)
+    controller.give_up_overdue(5.0)
+    stats = controller.stats()
+    assert (stats.overdue_jobs, stats.stuck_blocks, stats.num_storing) == (2, 4, 4)
+    assert not controller.may_send(False, 5.5)
+    # The pause is over, and the tier still has all blocks that it may have.
+    assert not controller.may_send(False, 10.0)
+    assert (controller.may_send(True, 10.0), controller.room(False)) == (True, 0)
+    while tier.pending:
+        tier.end(tier.pending[0])
+    assert len(controller.get_finished(100, 10.0)) == 2
+    assert (controller.stats().stuck_blocks, controller.room(False)) == (0, 4)
+    assert controller.may_send(False, 10.0)
