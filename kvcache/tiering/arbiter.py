@@ -189,31 +189,12 @@ class LoadChoice:
         return self.limit_token < self.seen_token
 
 
-@dataclass(slots=True)
-class Question:
-    """A look-up of one request for blocks below host memory.
-
-    `keys` have `sources`, but for the first `num_ready`, which are in host memory; `end_tokens` are the ends of the
-    blocks with sources in the prompt, or of the next block. `is_unknown`: a tier will know more at the next step.
-    `is_open`: blocks are named that were not decided about.
-    """
-
-    req_context: ReqContext
-    choice: LoadChoice
-    keys: list[bytes]
-    num_ready: int
-    sources: list[tuple[bytes, Source]]
-    is_unknown: bool
-    end_tokens: list[int]
-    now_s: float
-    is_open: bool = False
-
-
 class Arbitration:
     """Decides for a manager which requests load blocks.
 
-    A look-up is a question: `ask`, then `run_to_see`, whose sources the caller finds, then `answer`. `counts` are the
-    numbers of decisions, by the names of `ManagerStats`. `group_of` returns the KV-cache group of a key; a
+    A look-up calls `run_to_decide`, finds the sources of that run and calls `decide` with them, and is answered with
+    `worth_waiting`. `counts` are the numbers of decisions, by the names of `ManagerStats`. `group_of` returns the
+    KV-cache group of a key; a
     replay sets its own, because its keys are hashes.
     """
 
@@ -248,56 +229,51 @@ class Arbitration:
         probes, self._probes = self._probes, {}
         return probes
 
-    def ask(
+    def run_to_decide(
         self, sources: Sources, keys: list[bytes], num_ready: int, req_context: ReqContext, now_s: float
-    ) -> Question:
-        """Return the question of a look-up; a request that has waited too long gives up."""
+    ) -> list[bytes] | None:
+        """Return the keys to decide about before a look-up of `keys` is answered, None if that is decided.
+
+        `sources` are those of the keys below the first `num_ready`. If an engine asks key by key, all known keys of the
+        prompt are decided about at once. A request that has waited too long gives up.
+        """
         known_sources, is_unknown = sources
         choice = self._choice_of(req_context)
         asked = keys[num_ready : num_ready + max(1, len(known_sources))]
         ends = self._end_tokens(asked, num_ready, req_context)
-        question = Question(req_context, choice, keys, num_ready, known_sources, is_unknown, ends, now_s)
         is_waiting = ends[0] <= choice.seen_token if known_sources else is_unknown
         if is_waiting and now_s >= choice.give_up_s and not choice.is_cut:
             choice.seen_token, choice.limit_token = max(choice.seen_token, 0), -1
             # Jobs under way go on.
             self._pending.of(req_context).wanted.clear()
             self.counts["arbiter_give_ups"] += 1
-        if not choice.is_cut:
-            question.is_open = is_unknown or ends[len(known_sources) - 1] > choice.seen_token
-        return question
-
-    def run_to_see(self, question: Question) -> list[bytes] | None:
-        """Return the known keys of the prompt if an engine asks key by key: all are decided about at once."""
-        positions = question.req_context.positions
-        if not question.is_open or len(question.keys) != 1 or not positions:
+        if choice.is_cut or not (is_unknown or ends[-1] > choice.seen_token):
             return None
-        group_of = self.group_of
-        group = group_of(question.keys[0])
-        first_end = question.end_tokens[0]
-        return [key for key, end in positions.items() if (_known(end) or 0) >= first_end and group_of(key) == group]
+        if len(keys) != 1 or not req_context.positions:
+            return keys
+        group = self.group_of(keys[0])
+        positions = req_context.positions.items()
+        return [key for key, end in positions if (_known(end) or 0) >= ends[0] and self.group_of(key) == group]
 
-    def answer(self, question: Question, run: list[bytes] | None, sources_of_run: Sources) -> Sources:
-        """Return the blocks that are worth waiting for, and whether a tier's answer is.
+    def decide(self, run: list[bytes], num_ready: int, sources: Sources, req_context: ReqContext, now_s: float) -> bool:
+        """Decide about the keys below the first `num_ready` of a run; return False if a tier's answer is worth it."""
+        choice = self._choice_of(req_context)
+        known_sources, is_unknown = sources
+        if is_unknown:
+            return self._is_hopeless(choice, self._end_tokens(run[num_ready:], num_ready, req_context), now_s)
+        ends = self._end_tokens([key for key, _ in known_sources], num_ready, req_context)
+        self._decide(choice, ends, known_sources, now_s)
+        return True
 
-        `run` is what `run_to_see` returned; without one, `sources_of_run` is not used.
-        """
-        choice, sources = question.choice, question.sources
-        if question.is_open:
-            keys, num_ready, seen_sources = question.keys, question.num_ready, sources
-            if run is not None:
-                keys, num_ready = run, 0
-                seen_sources, question.is_unknown = sources_of_run
-            if question.is_unknown:
-                if not self._is_hopeless(question, keys[num_ready:], num_ready):
-                    return [], True
-            else:
-                ends = self._end_tokens([key for key, _ in seen_sources], num_ready, question.req_context)
-                self._decide(choice, ends, seen_sources, question.now_s)
+    def worth_waiting(
+        self, sources: list[tuple[bytes, Source]], num_ready: int, req_context: ReqContext
+    ) -> list[tuple[bytes, Source]]:
+        """Return the first of the sources behind `num_ready` keys, those that are loaded."""
+        choice = self._choice_of(req_context)
         if not choice.is_cut:
-            return sources, question.is_unknown
-        num_kept = sum(end <= choice.limit_token for end in question.end_tokens[: len(sources)])
-        return sources[:num_kept], False
+            return sources
+        ends = self._end_tokens([key for key, _ in sources], num_ready, req_context)
+        return sources[: sum(end <= choice.limit_token for end in ends)]
 
     def _choice_of(self, req_context: ReqContext) -> LoadChoice:
         return self._choices.setdefault(req_context, LoadChoice())
@@ -308,12 +284,11 @@ class Arbitration:
         ends = [_known(positions.get(key)) for key in keys]
         return [(num_before + i) * size if end is None else end for i, end in enumerate(ends, 1)]
 
-    def _is_hopeless(self, question: Question, keys: list[bytes], num_before: int) -> bool:
-        """Return whether not even a tier that has all `keys` is worth waiting for; if not, set how long to wait."""
-        choice, prefill, now_s = question.choice, self.arbiter.prefill, question.now_s
+    def _is_hopeless(self, choice: LoadChoice, ends: list[int], now_s: float) -> bool:
+        """Return whether not even a tier that has all blocks is worth waiting for; if not, set how long to wait."""
+        prefill = self.arbiter.prefill
         if choice.give_up_s < math.inf or not prefill.is_known:
             return False
-        ends = self._end_tokens(keys, num_before, question.req_context)
         first_token = max(ends[0] - self._block_size, 0)
         links = [controller.link for controller in self._controllers]
         if self.arbiter.is_hopeless(first_token, ends[-1], len(ends), links, now_s):

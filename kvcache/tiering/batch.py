@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -11,7 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kvcache.tiering.io_threads import Task
-from kvcache.tiering.tier import TierResult, TierStats
+from kvcache.tiering.tier import TierResult
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -98,30 +98,11 @@ def checked_outcomes(outcomes: Sequence[int] | None, batch: TierBatch) -> list[B
     return [BlockOutcome(outcome) for outcome in outcomes]
 
 
-class Stage:
-    """Moves batches straight from and to host memory; `CodecStage` encodes and decodes on the way.
+class Removal(Task):
+    """Blocks that left the medium without a job."""
 
-    `pool` has the host blocks and `rows` the memory that `get` and `put` of a tier use. A batch has at most
-    `max_blocks`.
-    """
-
-    max_blocks = sys.maxsize
-
-    def __init__(self, pool: HostBlocks) -> None:
-        self.pool = pool
-        self.rows = pool
-
-    def put(self, batch: TierBatch, put: Callable[[TierBatch], Sequence[int] | None]) -> Sequence[int] | None:
-        """Store a batch with `put`."""
-        return put(batch)
-
-    def get(self, batch: TierBatch, get: Callable[[TierBatch], Sequence[int] | None]) -> Sequence[int] | None:
-        """Load a batch with `get`."""
-        return get(batch)
-
-    def described(self, stats: TierStats) -> TierStats:
-        """Return a tier's `stats` with those of this stage."""
-        return stats
+    def __init__(self, keys: list[bytes]) -> None:
+        self.keys = list(keys)
 
 
 class Move(Task):
@@ -198,11 +179,6 @@ class Jobs:
         job.num_left -= 1
         self._report_ended(move.batch.job_id)
 
-    def take_results(self) -> list[TierResult]:
-        """Return the results since the last call."""
-        results, self.results = self.results, []
-        return results
-
     def _report_ended(self, job_id: int) -> None:
         job = self.under_way[job_id]
         if not job.num_left:
@@ -210,12 +186,11 @@ class Jobs:
             self.results.append(TierResult(job_id, **job.result))
 
 
-class Counts:
-    """The counters of a tier, and its last errors. I/O threads may note errors at any time."""
+class Counts(Counter[str]):
+    """The counters of a tier by the names of `TierStats`, and its last errors, which any thread may note."""
 
     def __init__(self) -> None:
-        names = ("stored", "loaded", "evicted", "missed", "corrupt", "refused")
-        self.numbers = {"io_errors": 0, **{f"{name}_blocks": 0 for name in names}}
+        super().__init__()
         self.last_error = ""
         self.store_error = ""
         self._lock = Lock()
@@ -223,5 +198,13 @@ class Counts:
     def note_error(self, error: str) -> None:
         """Count an error."""
         with self._lock:
-            self.numbers["io_errors"] += 1
+            self["io_errors"] += 1
             self.last_error = error
+
+    def attempt(self, name: str, hook: Callable[..., Any], *args: Any) -> Any:
+        """Call a subclass's hook. If it raises, a job must still end and no slot may be lost: count that."""
+        try:
+            return hook(*args)
+        except Exception as error:
+            self.note_error(f"{name}: {type(error).__name__}: {error}")
+            return None

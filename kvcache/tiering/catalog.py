@@ -9,14 +9,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
 from kvcache.block import READY
 from kvcache.control.pool import BlockPool
+from kvcache.tiering.existence import ExistenceCache
 from kvcache.tiering.io_threads import Task
 
 if TYPE_CHECKING:
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 
     from kvcache.request import ReqContext
     from kvcache.specs import BlockIDsLoadStoreSpec, LoadStoreSpec
-    from kvcache.tiering.existence import ExistenceCache
+
+MAX_QUERY_KEYS = 1024
+"""Keys of one call of `exists` at most."""
+_HELD_S = 10.0
+"""For how long a key is taken for held after an answer."""
+_MAX_REMEMBERED_KEYS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +56,15 @@ class TierContents:
 
 
 class Placement(NamedTuple):
-    """The blocks that a store has to write, and the keys that were evicted for them.
+    """The blocks that a job has to move, those that cannot be loaded, and the keys that were evicted for a store.
 
-    `slots` and `seqs` have one number per key, in a tier that owns its space.
+    `slots`, and for stores `seqs`, have one number per key in a tier that owns its space.
     """
 
     keys: list[bytes]
     slots: list[int] | None
     seqs: list[int] | None
+    missed: list[bytes]
     evicted: list[bytes]
 
 
@@ -83,14 +90,14 @@ class Catalog:
 
     def begin_store(self, keys: list[bytes]) -> Placement | None:
         """Return which of `keys` have to be written, and where; None: too few blocks can be evicted for them."""
-        return Placement([], None, None, [])
+        return Placement([], None, None, [], [])
 
     def end_store(self, keys: list[bytes], stored: list[bytes]) -> None:
         """End the store of `keys`, which `begin_store` returned: the medium holds those in `stored`."""
 
-    def begin_load(self, keys: list[bytes]) -> tuple[list[bytes], list[int] | None, list[bytes]]:
-        """Reference the blocks that can be loaded. Return them and their slots, and the others."""
-        return [], None, keys
+    def begin_load(self, keys: list[bytes]) -> Placement:
+        """Reference the blocks that can be loaded, and return them; the others are missed."""
+        return Placement([], None, None, keys, [])
 
     def end_load(self, keys: list[bytes]) -> None:
         """Release the references."""
@@ -181,7 +188,7 @@ class SlotCatalog(Catalog):
             placed, slots = placed + again, slots + self._pin(again)
         first_seq = self.last_seq + 1
         self.last_seq += len(placed)
-        return Placement(placed, slots, list(range(first_seq, self.last_seq + 1)), output.evicted_keys)
+        return Placement(placed, slots, list(range(first_seq, self.last_seq + 1)), [], output.evicted_keys)
 
     def end_store(self, keys: list[bytes], stored: list[bytes]) -> None:
         again = [key for key in keys if key in self._bad] if self._bad else []
@@ -196,9 +203,9 @@ class SlotCatalog(Catalog):
             self._blocks.abort([key for key in keys if key not in written])
         self._blocks.commit(stored)
 
-    def begin_load(self, keys: list[bytes]) -> tuple[list[bytes], list[int], list[bytes]]:
+    def begin_load(self, keys: list[bytes]) -> Placement:
         held, missed = self._split_held(keys)
-        return held, self._pin(held), missed
+        return Placement(held, self._pin(held), None, missed, [])
 
     def end_load(self, keys: list[bytes]) -> None:
         self._blocks.unpin(keys)
@@ -255,46 +262,54 @@ class SlotCatalog(Catalog):
 
 
 class ExistenceQuery(Task):
-    """Asks a medium which keys it holds, as a task of an I/O thread."""
+    """Asks a medium which keys it holds, as a task of an I/O thread; it takes waiting keys once it begins."""
 
-    def __init__(self, catalog: RemoteCatalog, keys: list[bytes]) -> None:
-        self.keys = keys
-        self.is_held: list[bool] | None = None
-        self._catalog = catalog
+    def __init__(
+        self, waiting: deque[bytes], exists: Callable[[list[bytes]], Sequence[bool]], existence: ExistenceCache
+    ) -> None:
+        self.keys: list[bytes] = []
+        self._is_held: list[bool] = []
+        self._waiting = waiting
+        self._exists = exists
+        # That of the catalog that asks, which a reset may replace.
+        self._existence = existence
 
     def run(self) -> None:
         """Ask the medium."""
-        answers = [bool(answer) for answer in self._catalog.begin_query(self)(self.keys)]
+        with suppress(IndexError):
+            while len(self.keys) < MAX_QUERY_KEYS:
+                self.keys.append(self._waiting.popleft())
+        answers = [bool(answer) for answer in self._exists(self.keys)] if self.keys else []
         if len(answers) != len(self.keys):
             raise ValueError(f"exists answered {len(answers)} of {len(self.keys)} keys")
-        self.is_held = answers
+        self._is_held = answers
 
     def end(self) -> None:
-        """Give the answers to the catalog that asked, which a reset may have replaced."""
-        self._catalog.end_query(self)
+        """Remember the answers."""
+        # What could not be asked counts as absent for a while, so that it is not asked at once again.
+        is_held = self._is_held or [False] * len(self.keys)
+        self._existence.answer(self.keys, is_held, time.monotonic())
 
 
 class RemoteCatalog(Catalog):
-    """Asks a medium that keeps its own index, `max_query_keys` a call of `exists`, and remembers its answers.
+    """Asks a medium that keeps its own index, `MAX_QUERY_KEYS` a call of `exists`, and remembers its answers.
 
-    `submit` hands a query to the I/O threads.
+    `submit` hands a query to the I/O threads. `absent_s` and `deadline_s` are those of an `ExistenceCache`.
     """
 
     def __init__(
         self,
-        existence: ExistenceCache,
         exists: Callable[[list[bytes]], Sequence[bool]],
         submit: Callable[[ExistenceQuery], None],
-        max_query_keys: int,
+        absent_s: float,
+        deadline_s: float,
     ) -> None:
-        self._existence = existence
+        self._existence = ExistenceCache(_HELD_S, absent_s, deadline_s, _MAX_REMEMBERED_KEYS)
         self._exists = exists
         self._submit = submit
-        self._max_query_keys = max_query_keys
         self._bad: set[bytes] = set()
-        # The query that no thread has begun. The lock is held for a few instructions only.
-        self._waiting: ExistenceQuery | None = None
-        self._lock = Lock()
+        # An engine may look up one key a call, so a query takes all that wait, and those after it find none.
+        self._waiting: deque[bytes] = deque()
 
     @property
     def num_held(self) -> int:
@@ -305,23 +320,24 @@ class RemoteCatalog(Catalog):
         if self._bad:
             keys = keys[: next((i for i, key in enumerate(keys) if key in self._bad), len(keys))]
         num_held, unknown, is_waiting = self._existence.count_held(keys, now_s)
-        for first in range(0, len(unknown), self._max_query_keys):
-            batch = unknown[first : first + self._max_query_keys]
-            self._existence.ask(batch, now_s)
-            self._ask(batch)
+        self._existence.ask(unknown, now_s)
+        self._waiting += unknown
+        for _ in range(0, len(unknown), MAX_QUERY_KEYS):
+            self._submit(ExistenceQuery(self._waiting, self._exists, self._existence))
         return None if unknown or is_waiting else num_held
 
     def begin_store(self, keys: list[bytes]) -> Placement:
         now_s = time.monotonic()
         absent = [key for key in keys if key in self._bad or not self._existence.is_held(key, now_s)]
-        return Placement(absent, None, None, [])
+        return Placement(absent, None, None, [], [])
 
     def end_store(self, keys: list[bytes], stored: list[bytes]) -> None:
         self._bad.difference_update(stored)
         self._existence.learn(stored, True, time.monotonic())
 
-    def begin_load(self, keys: list[bytes]) -> tuple[list[bytes], None, list[bytes]]:
-        return [key for key in keys if key not in self._bad], None, [key for key in keys if key in self._bad]
+    def begin_load(self, keys: list[bytes]) -> Placement:
+        missed = [key for key in keys if key in self._bad]
+        return Placement([key for key in keys if key not in self._bad], None, None, missed, [])
 
     def forget(self, lost: list[bytes], corrupt: Sequence[bytes] = ()) -> list[bytes]:
         now_s = time.monotonic()
@@ -329,29 +345,6 @@ class RemoteCatalog(Catalog):
         self._existence.learn(lost, False, now_s)
         self._bad.update(corrupt)
         return held
-
-    def begin_query(self, query: ExistenceQuery) -> Callable[[list[bytes]], Sequence[bool]]:
-        """Add no more keys to a query, and return the function that answers it; an I/O thread calls this."""
-        with self._lock:
-            if self._waiting is query:
-                self._waiting = None
-        return self._exists
-
-    def end_query(self, query: ExistenceQuery) -> None:
-        """Remember the answers of a query."""
-        # What could not be asked counts as absent for a while, so that it is not asked at once again.
-        is_held = query.is_held or [False] * len(query.keys)
-        self._existence.answer(query.keys, is_held, time.monotonic())
-
-    def _ask(self, keys: list[bytes]) -> None:
-        # An engine may look up one key a call, so keys join a query that no thread has begun.
-        with self._lock:
-            query = self._waiting
-            if query is not None and len(query.keys) + len(keys) <= self._max_query_keys:
-                query.keys += keys
-                return
-            self._waiting = query = ExistenceQuery(self, keys)
-        self._submit(query)
 
 
 def _block_ids(spec: LoadStoreSpec) -> npt.NDArray[np.int64]:

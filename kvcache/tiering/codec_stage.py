@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.tiering.batch import BlockOutcome, Stage, TierBatch, checked_outcomes
+from kvcache.tiering.batch import BlockOutcome, TierBatch, checked_outcomes
 from kvcache.tiering.checksum import checksum
 from kvcache.tiering.codec import HEADER_BYTES, CannotEncodeError, Codec, stored_form
 from kvcache.tiering.tier import CodecTierStats, TierStats
@@ -34,12 +34,10 @@ _MAGIC = b"kvcodec1"
 assert _HEADER.size == HEADER_BYTES
 
 
-class CodecStage(Stage):
+class CodecStage:
     """Encoded rows of at most `num_threads` batches of `max_blocks` blocks that I/O threads move at the same time."""
 
     def __init__(self, codec: Codec, host_blocks: HostBlocks, num_threads: int, max_blocks: int) -> None:
-        super().__init__(host_blocks)
-        self.max_blocks = max_blocks
         self._codec = codec
         self._block_bytes = host_blocks.shape[1]
         row_bytes, _ = stored_form(codec, host_blocks, None)
@@ -93,6 +91,7 @@ class CodecStage(Stage):
         return outcomes
 
     def described(self, stats: TierStats) -> TierStats:
+        """Return a tier's `stats` with those of its codec."""
         return CodecTierStats(**asdict(stats), codec=str(self._codec.fingerprint["codec"]), **self._counts)
 
     @contextmanager

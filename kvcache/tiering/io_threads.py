@@ -6,7 +6,6 @@ Python threads suffice, because system calls and checksums release the GIL.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from itertools import count
 from queue import SimpleQueue
@@ -20,13 +19,12 @@ STORE_TURN = 4
 """One task in so many is a store if one waits, because endless loads would delay stores past their deadlines."""
 
 
-class Task(ABC):
+class Task:
     """Work on some blocks for a thread; it keeps its own outcome, and an exception of `run` in `error`."""
 
     keys: list[bytes]
     error = ""
 
-    @abstractmethod
     def run(self) -> None:
         """Do the work."""
 
@@ -45,6 +43,10 @@ class IOThreads:
         """Queue a task behind those of its priority: QUERY, LOAD or STORE."""
         self._waiting[priority].append(task)
         self._tokens.put(True)
+
+    def report(self, task: Task) -> None:
+        """Return a task that needs no thread from `get_finished`."""
+        self._done.append(task)
 
     def get_finished(self) -> Task | None:
         """Return the next task that has ended, or None."""

@@ -21,24 +21,24 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from queue import SimpleQueue
-from threading import TIMEOUT_MAX, RLock
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from kvcache.tiering.batch import CANCELLED, BlockOutcome, Counts, Job, Jobs, Move, Stage, TierBatch
+from kvcache.tiering.batch import CANCELLED, BlockOutcome, Counts, Job, Jobs, Move, Removal, TierBatch
 from kvcache.tiering.catalog import Catalog, ExistenceQuery, RemoteCatalog, SlotCatalog, TierContents
 from kvcache.tiering.codec import make_codec
-from kvcache.tiering.existence import ExistenceCache
 from kvcache.tiering.io_threads import LOAD, QUERY, STORE, IOThreads
-from kvcache.tiering.lifecycle import ControlSteps, Lifecycle, State
+from kvcache.tiering.lifecycle import Lifecycle, State
 from kvcache.tiering.tier import Tier, TierResult, TierStats, checked_host_blocks
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
     from kvcache.tiering.codec import Codec
+    from kvcache.tiering.codec_stage import CodecStage
     from kvcache.tiering.tier import HostBlocks
 
 __all__ = ["BlockOutcome", "JobTier", "TierBatch", "TierContents"]
@@ -46,7 +46,6 @@ __all__ = ["BlockOutcome", "JobTier", "TierBatch", "TierContents"]
 MAX_STEP_BLOCKS = 1024
 """Blocks whose end one call of `get_finished` handles at most, because the scheduler waits for it."""
 _SHUTDOWN_S = 5.0
-_MAX_REMEMBERED_KEYS = 1 << 20
 
 
 class JobTier(Tier):
@@ -79,10 +78,8 @@ class JobTier(Tier):
         Time between calls of `maintain`; None: it is called at the end only.
     query_deadline_s : float
         How long an existence query may take.
-    held_s, absent_s : float
-        For how long the answer of an existence query counts.
-    max_query_keys : int
-        Keys of one call of `exists` at most.
+    absent_s : float
+        For how long the answer of an existence query counts that a block is absent.
     read_only : bool
         Whether stores are refused.
 
@@ -107,19 +104,17 @@ class JobTier(Tier):
         open_timeout_s: float = 10.0,
         maintain_interval_s: float | None = None,
         query_deadline_s: float = 1.0,
-        held_s: float = 10.0,
         absent_s: float = 1.0,
-        max_query_keys: int = 1024,
         read_only: bool = False,
     ) -> None:
-        pool = checked_host_blocks(host_blocks).view(np.uint8)
-        self._stage = Stage(pool)
+        self._pool = self.host_rows = checked_host_blocks(host_blocks).view(np.uint8)
+        self._stage: CodecStage | None = None
         if codec is not None:
             # Not imported without a codec: it needs a package of an extra.
             from kvcache.tiering.codec_stage import CodecStage
 
-            self._stage = CodecStage(codec, pool, num_threads, max_batch_blocks)
-        self.host_rows = self._stage.rows
+            self._stage = CodecStage(codec, self._pool, num_threads, max_batch_blocks)
+            self.host_rows = self._stage.rows
         self.medium = medium
         self.num_blocks = 0 if num_blocks is None else num_blocks
         self.max_batch_blocks = max_batch_blocks
@@ -128,21 +123,18 @@ class JobTier(Tier):
         self._read_only = read_only
         self._jobs = Jobs()
         self._counts = Counts()
-        self._removals: SimpleQueue[list[bytes]] = SimpleQueue()
         self._lock = RLock()
         self._threads = IOThreads(num_threads, medium.lower())
 
         def new_catalog(contents: TierContents | None, last_seq: int) -> Catalog:
+            self.num_blocks = 0 if contents is None else contents.num_blocks
             if contents is None:
-                existence = ExistenceCache(held_s, absent_s, query_deadline_s, _MAX_REMEMBERED_KEYS)
-                return RemoteCatalog(existence, lambda keys: self.exists(keys), self._submit_query, max_query_keys)
+                submit = partial(self._threads.submit, priority=QUERY)
+                return RemoteCatalog(lambda keys: self.exists(keys), submit, absent_s, query_deadline_s)
             last_seq = max(last_seq, contents.last_seq)
             return SlotCatalog(contents.num_blocks, cache_policy, contents.keys, contents.slots, last_seq)
 
-        self._new_catalog = new_catalog
-        steps = ControlSteps(self._run_open, self._run_clear, self._run_maintain, self._run_close)
-        control = f"{medium.lower()}-control"
-        self._life = Lifecycle(steps, self._lock, control, maintain_interval_s, self._counts.note_error)
+        self._life = Lifecycle(self, new_catalog, self._threads, self._lock, maintain_interval_s, self._counts)
         try:
             self._life.start(open_timeout_s)
         except BaseException:
@@ -224,7 +216,7 @@ class JobTier(Tier):
 
     def report_removed(self, keys: list[bytes]) -> None:
         """Report that blocks left the medium without a job."""
-        self._removals.put(list(keys))
+        self._threads.report(Removal(keys))
 
     def set_unavailable(self, reason: str) -> None:
         """Find, store and load nothing, for this `reason`; empty: work again."""
@@ -251,7 +243,7 @@ class JobTier(Tier):
             if not self._life.reason:
                 catalog = self._life.catalog
                 if slots := catalog.touch(keys, req_context):
-                    self._try("on_used", lambda: self.on_used(slots, catalog.last_seq))
+                    self._counts.attempt("on_used", self.on_used, slots, catalog.last_seq)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         with self._lock:
@@ -262,33 +254,10 @@ class JobTier(Tier):
             return [] if self._life.reason or self._read_only else self._life.catalog.delete(keys)
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        with self._lock:
-            if not self._may_take(job_id, keys, block_ids, is_load=False):
-                return False
-            source = dict(zip(keys, block_ids, strict=True))
-            refused = [key for key in source if len(key) > self._max_key_bytes]
-            placement = self._life.catalog.begin_store(_without(list(source), refused) if refused else list(source))
-            if placement is None:
-                self._counts.numbers["refused_blocks"] += len(keys)
-                return False
-            self._counts.numbers["refused_blocks"] += len(refused)
-            placed, slots, seqs, removed = placement
-            block_ids = [source[key] for key in placed]
-            whole = TierBatch(job_id, False, placed, block_ids, slots, seqs, self.generation, self._stage.pool)
-            self._start(whole, refused, removed)
-            return True
+        return self._submit(job_id, False, keys, block_ids)
 
     def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        with self._lock:
-            if not self._may_take(job_id, keys, block_ids, is_load=True):
-                return False
-            target = dict(zip(keys, block_ids, strict=True))
-            held, slots, missed = self._life.catalog.begin_load(list(target))
-            self._counts.numbers["missed_blocks"] += len(missed)
-            block_ids = [target[key] for key in held]
-            whole = TierBatch(job_id, True, held, block_ids, slots, None, self.generation, self._stage.pool)
-            self._start(whole, missed, [])
-            return True
+        return self._submit(job_id, True, keys, block_ids)
 
     def cancel(self, job_id: int) -> None:
         with self._lock:
@@ -308,27 +277,29 @@ class JobTier(Tier):
                     if task.error:
                         self._counts.note_error(f"exists: {task.error}")
                     task.end()
-            self._take_removals()
+                elif removed := self._life.catalog.forget(task.keys):
+                    self._jobs.results.append(TierResult(None, removed=removed))
             # A tier that resets accepts no jobs, so all that are under way are from before the reset.
             if not self._jobs.under_way and (replaced := self._life.end_reset()) is not None:
                 # The new catalog counts from 0, and counters never go back.
-                self._counts.numbers["evicted_blocks"] += replaced.num_evicted
+                self._counts["evicted_blocks"] += replaced.num_evicted
             if self._life.state is State.OPEN and (keys := self._life.catalog.announce(MAX_STEP_BLOCKS)):
                 self._jobs.results.append(TierResult(None, keys))
-            return self._jobs.take_results()
+            results, self._jobs.results = self._jobs.results, []
+            return results
 
     def reset(self, version: str | int | None = None) -> None:
         with self._lock:
             if not self._life.begin_reset(version):
                 return
             self._cancel_waiting(self._jobs.under_way.values())
-        self._try("mark_reset", self.mark_reset)
+        self._counts.attempt("mark_reset", self.mark_reset)
         self._life.order_clear()
 
     def stats(self) -> TierStats:
         with self._lock:
-            catalog, counts = self._life.catalog, dict(self._counts.numbers)
-            counts["evicted_blocks"] += catalog.num_evicted
+            catalog = self._life.catalog
+            counts = {**self._counts, "evicted_blocks": self._counts["evicted_blocks"] + catalog.num_evicted}
             stats = TierStats(
                 self.medium,
                 self.num_blocks,
@@ -337,7 +308,7 @@ class JobTier(Tier):
                 unavailable_reason=self._life.reason or self._counts.store_error,
                 **counts,
             )
-            return self._stage.described(stats)
+            return stats if self._stage is None else self._stage.described(stats)
 
     def shutdown(self) -> None:
         with self._lock:
@@ -346,53 +317,53 @@ class JobTier(Tier):
         self._threads.close(_SHUTDOWN_S)
         self._life.join(_SHUTDOWN_S)
 
-    def _may_take(self, job_id: int, keys: list[bytes], block_ids: list[int], is_load: bool) -> bool:
-        """Return whether such a job may begin, and count its blocks as refused if not; ValueError if it is invalid."""
-        if job_id in self._jobs.under_way:
-            raise ValueError(f"job {job_id} is still under way")
-        if len(keys) != len(block_ids):
-            raise ValueError(f"{len(keys)} keys need as many block ids, got {len(block_ids)}")
-        is_full = self._jobs.num_blocks + len(keys) > self.max_queued_blocks
-        if is_full or self._life.reason or (self._read_only and not is_load):
-            self._counts.numbers["refused_blocks"] += len(keys)
-            return False
-        return True
-
-    def _start(self, whole: TierBatch, failed: list[bytes], removed: list[bytes]) -> None:
-        in_order = list(range(len(whole.keys)))
-        groups = self._cut(whole.slots, in_order) if in_order else []
-        batches = [whole] if groups == [in_order] else [whole.part(positions) for positions in groups]
-        moves = [Move(batch, self._run_batch) for batch in batches]
-        self._jobs.begin(whole.job_id, moves, failed, removed)
-        for move in moves:
-            self._threads.submit(move, LOAD if whole.is_load else STORE)
+    def _submit(self, job_id: int, is_load: bool, keys: list[bytes], block_ids: list[int]) -> bool:
+        with self._lock:
+            if job_id in self._jobs.under_way:
+                raise ValueError(f"job {job_id} is still under way")
+            if len(keys) != len(block_ids):
+                raise ValueError(f"{len(keys)} keys need as many block ids, got {len(block_ids)}")
+            rows = dict(zip(keys, block_ids, strict=True))
+            too_long = [key for key in rows if len(key) > self._max_key_bytes]
+            is_full = self._jobs.num_blocks + len(keys) > self.max_queued_blocks
+            placement = None
+            if not (is_full or self._life.reason or (self._read_only and not is_load)):
+                catalog = self._life.catalog
+                placement = (catalog.begin_load if is_load else catalog.begin_store)(_without(list(rows), too_long))
+            if placement is None:
+                self._counts["refused_blocks"] += len(keys)
+                return False
+            failed = too_long + placement.missed
+            self._counts["missed_blocks" if is_load else "refused_blocks"] += len(failed)
+            block_ids = [rows[key] for key in placement.keys]
+            whole = TierBatch(job_id, is_load, placement.keys, block_ids, placement.slots, placement.seqs,
+                              self.generation, self._pool)  # fmt: skip
+            in_order = list(range(len(block_ids)))
+            groups = self._cut(whole.slots, in_order) if in_order else []
+            batches = [whole] if groups == [in_order] else [whole.part(positions) for positions in groups]
+            moves = [Move(batch, self._run_batch) for batch in batches]
+            self._jobs.begin(job_id, moves, failed, placement.evicted)
+            for move in moves:
+                self._threads.submit(move, LOAD if is_load else STORE)
+            return True
 
     def _run_batch(self, batch: TierBatch) -> Sequence[int] | None:
+        if self._stage is None:
+            return self.get(batch) if batch.is_load else self.put(batch)
         return self._stage.get(batch, self.get) if batch.is_load else self._stage.put(batch, self.put)
-
-    def _submit_query(self, query: ExistenceQuery) -> None:
-        self._threads.submit(query, QUERY)
 
     def _cut(self, slots: list[int] | None, in_order: list[int]) -> list[list[int]]:
         """Return the groups of `cut` if they name every position once, or else batches of `max_batch_blocks`."""
         num_blocks = len(in_order)
-        groups: list[list[int]] = self._try("cut", lambda: self.cut(slots, num_blocks))
+        groups: list[list[int]] = self._counts.attempt("cut", self.cut, slots, num_blocks)
         try:
-            is_small = max(map(len, groups)) <= self._stage.max_blocks
+            is_small = max(map(len, groups)) <= self.max_batch_blocks
             if is_small and sorted(position for group in groups for position in group) == in_order:
                 return [group for group in groups if group]
             self._counts.note_error(f"cut: {groups!r} does not name each of {num_blocks} positions once")
         except (TypeError, ValueError):
             pass
         return JobTier.cut(self, slots, num_blocks)
-
-    def _try(self, name: str, hook: Callable[[], Any]) -> Any:
-        # A job must end and no slot may be lost, even if a subclass's hook raises.
-        try:
-            return hook()
-        except Exception as error:
-            self._counts.note_error(f"{name}: {type(error).__name__}: {error}")
-            return None
 
     def _cancel_waiting(self, jobs: Iterable[Job]) -> None:
         """End the moves that no thread has begun."""
@@ -401,91 +372,39 @@ class JobTier(Tier):
             self._end_move(move)
 
     def _end_move(self, move: Move) -> None:
+        keys, batch, counts = move.keys, move.batch, self._counts
         if move.error and move.error != CANCELLED:
-            self._counts.note_error(move.error)
-        if move.batch.is_load:
-            self._end_load(move)
-        else:
-            self._end_store(move)
-
-    def _end_store(self, move: Move) -> None:
-        keys, batch = move.keys, move.batch
-        done, held = move.keys_with(BlockOutcome.DONE), move.keys_with(BlockOutcome.HELD)
-        stored = done + held if held else done
+            counts.note_error(move.error)
+        done = move.keys_with(BlockOutcome.DONE)
+        if batch.is_load:
+            self._end_load(move, done)
+            return
+        stored = done + move.keys_with(BlockOutcome.HELD)
         self._life.catalog.end_store(keys, stored)
-        numbers = self._counts.numbers
-        numbers["stored_blocks"] += len(done)
+        counts["stored_blocks"] += len(done)
         if not move.error:
-            numbers["refused_blocks"] += len(keys) - len(stored)
-            self._counts.store_error = ""
-            self._try("on_stored", lambda: self.on_stored(batch))
+            counts["refused_blocks"] += len(keys) - len(stored)
+            counts.store_error = ""
+            counts.attempt("on_stored", self.on_stored, batch)
         elif move.error != CANCELLED:
-            self._counts.store_error = f"writes fail: {move.error}"
+            counts.store_error = f"writes fail: {move.error}"
         self._jobs.end_part(move, done, _without(keys, stored))
 
-    def _end_load(self, move: Move) -> None:
-        keys, batch, catalog = move.keys, move.batch, self._life.catalog
-        catalog.end_load(keys)
-        if move.error:
-            # Blocks that were not read may be whole, so they stay.
-            self._jobs.end_part(move, [], keys)
-            return
-        done, corrupt = move.keys_with(BlockOutcome.DONE), move.keys_with(BlockOutcome.CORRUPT)
-        lost = _without(keys, done)
-        numbers = self._counts.numbers
-        numbers["loaded_blocks"] += len(done)
-        numbers["corrupt_blocks"] += len(corrupt)
-        numbers["missed_blocks"] += len(lost) - len(corrupt)
-        removed = catalog.forget(lost, corrupt) if lost else []
-        self._try("on_loaded", lambda: self.on_loaded(batch))
+    def _end_load(self, move: Move, done: list[bytes]) -> None:
+        catalog, counts, lost = self._life.catalog, self._counts, _without(move.keys, done)
+        catalog.end_load(move.keys)
+        removed: list[bytes] = []
+        # Blocks that were not read because of an error may be whole, so they stay.
+        if not move.error:
+            corrupt = move.keys_with(BlockOutcome.CORRUPT)
+            counts["loaded_blocks"] += len(done)
+            counts["corrupt_blocks"] += len(corrupt)
+            counts["missed_blocks"] += len(lost) - len(corrupt)
+            removed = catalog.forget(lost, corrupt) if lost else []
+            counts.attempt("on_loaded", self.on_loaded, move.batch)
         self._jobs.end_part(move, done, lost, removed)
-
-    def _take_removals(self) -> None:
-        num_blocks = 0
-        # Single consumer, so a queue that is not empty stays so until `get`.
-        while num_blocks < MAX_STEP_BLOCKS and not self._removals.empty():
-            keys = self._removals.get()
-            num_blocks += len(keys)
-            if removed := self._life.catalog.forget(keys):
-                self._jobs.results.append(TierResult(None, removed=removed))
-
-    # Steps of the control thread.
-
-    def _run_open(self) -> Catalog:
-        contents = self.open()
-        try:
-            catalog = self._new_catalog(contents, 0)
-        except BaseException:
-            self._try("close", self.close)
-            raise
-        self.num_blocks = 0 if contents is None else contents.num_blocks
-        return catalog
-
-    def _run_clear(self, generation: int) -> Catalog:
-        self.clear(generation)
-        # Numbers go on, so that blocks of this generation are later than what the medium still has of older ones.
-        contents = TierContents(self.num_blocks) if self.num_blocks else None
-        return self._new_catalog(contents, self._life.catalog.last_seq)
-
-    def _run_maintain(self) -> None:
-        with self._lock:
-            catalog = self._life.catalog
-            # Beside a reset, another catalog may give the slots away at any time.
-            keys, slots = ([], []) if self._life.state is State.RESETTING else catalog.begin_erase()
-        if keys:
-            self._try("erase", lambda: self.erase(slots))
-            with self._lock:
-                catalog.end_load(keys)
-        self._try("maintenance", self.maintain)
-
-    def _run_close(self) -> None:
-        # A thread that hangs still uses what would be closed, and `shutdown` waits for this one for a bounded time.
-        if self._threads.close(TIMEOUT_MAX):
-            self._try("close", self.close)
 
 
 def _without(keys: list[bytes], some: list[bytes]) -> list[bytes]:
-    if len(some) == len(keys):
-        return []
     left_out = set(some)
-    return [key for key in keys if key not in left_out]
+    return [key for key in keys if key not in left_out] if len(left_out) < len(keys) else []

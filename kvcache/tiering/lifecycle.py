@@ -7,15 +7,19 @@ never waits behind a batch that hangs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from enum import Enum, auto
 from queue import Empty, SimpleQueue
-from threading import Event
-from typing import Any
+from threading import TIMEOUT_MAX, Event
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache.background import Background
-from kvcache.tiering.catalog import Catalog
+from kvcache.tiering.catalog import Catalog, TierContents
+
+if TYPE_CHECKING:
+    from kvcache.tiering.batch import Counts
+    from kvcache.tiering.io_threads import IOThreads
 
 RETRY_S = 1.0
 """Time until a reset that failed is tried again."""
@@ -41,51 +45,53 @@ class State(Enum):
     SHUT = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class ControlSteps:
-    """The work of the control thread. `open` and `clear` may raise; `clear` is then tried again.
+class Medium(Protocol):
+    """The hooks of a `JobTier` that the control thread calls."""
 
-    `clear` makes the reset before a generation durable and returns the catalog of that generation.
-    """
+    medium: str
+    num_blocks: int
 
-    open: Callable[[], Catalog]
-    clear: Callable[[int], Catalog]
-    maintain: Callable[[], None]
-    close: Callable[[], None]
+    def open(self) -> TierContents | None: ...
+    def clear(self, generation: int) -> None: ...
+    def erase(self, slots: list[int]) -> None: ...
+    def maintain(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Lifecycle:
     """The state of a tier and its catalog. The caller holds `lock`, except for `order_clear` and `join`.
 
-    `generation` counts the resets, `version` is that of the last one. `outage` is why the subclass finds nothing;
-    `note_error` counts an error.
+    The control thread calls `open`, `clear`, `maintain` and `close` of `tier`. `new_catalog` makes the catalog of some
+    contents, whose numbers go on after the given one. `generation` counts the resets, `version` is that of the last
+    one. `outage` is why the subclass finds nothing; `counts` counts errors.
     """
 
     def __init__(
         self,
-        steps: ControlSteps,
+        tier: Medium,
+        new_catalog: Callable[[TierContents | None, int], Catalog],
+        threads: IOThreads,
         lock: AbstractContextManager[Any],
-        name: str,
         maintain_interval_s: float | None,
-        note_error: Callable[[str], None],
+        counts: Counts,
     ) -> None:
         self.state = State.OPENING
         self.catalog = Catalog()
         self.generation = 0
         self.version: str | int | None = None
         self.outage = ""
-        self._steps = steps
+        self._tier = tier
+        self._new_catalog = new_catalog
+        self._threads = threads
         self._lock = lock
-        self._note_error = note_error
+        self._counts = counts
         self._maintain_interval_s = maintain_interval_s
         self._reset_error = ""
         # The generation that a reset has made durable, and its catalog.
         self._cleared: tuple[int, Catalog] | None = None
         # Generations to clear for; None ends the control thread.
         self._orders: SimpleQueue[int | None] = SimpleQueue()
-        self._is_opened = Event()
-        self._open_error: BaseException | None = None
-        self._name = name
+        self._opened: Future[None] = Future()
         self._thread: Background | None = None
 
     @property
@@ -99,9 +105,9 @@ class Lifecycle:
 
     def start(self, timeout_s: float) -> None:
         """Start the control thread; wait until the medium has opened, or for `timeout_s`. Raise the error of `open`."""
-        self._thread = Background(self._name, self._run)
-        if self._is_opened.wait(timeout_s) and self._open_error is not None:
-            raise self._open_error
+        self._thread = Background(f"{self._tier.medium.lower()}-control", self._run)
+        if wait([self._opened], timeout_s).done:
+            self._opened.result()
 
     def begin_reset(self, version: str | int | None) -> bool:
         """Serve nothing until a reset is durable; return False after the shutdown. `order_clear` must follow."""
@@ -149,11 +155,10 @@ class Lifecycle:
         try:
             self._open()
         except BaseException as error:
-            self._open_error = error
             self.outage = f"opening failed: {type(error).__name__}: {error}"
+            self._opened.set_exception(error)
             return
-        finally:
-            self._is_opened.set()
+        self._opened.set_result(None)
         # A later reset replaces an earlier one that has not worked yet.
         generation: int | None = None
         while True:
@@ -165,27 +170,48 @@ class Lifecycle:
             except Empty:
                 pass
             if generation is None:
-                self._steps.maintain()
+                self._maintain()
             elif self._clear(generation):
                 generation = None
-        self._steps.maintain()
-        self._steps.close()
+        self._maintain()
+        # A thread that hangs still uses what would be closed, and `join` waits for this one for a bounded time.
+        if self._threads.close(TIMEOUT_MAX):
+            self._counts.attempt("close", self._tier.close)
 
     def _open(self) -> None:
-        catalog = self._steps.open()
+        contents = self._tier.open()
+        try:
+            catalog = self._new_catalog(contents, 0)
+        except BaseException:
+            self._counts.attempt("close", self._tier.close)
+            raise
         with self._lock:
             self.catalog = catalog
             if self.state is State.OPENING:
                 self.state = State.RESETTING if self.generation else State.OPEN
 
+    def _maintain(self) -> None:
+        with self._lock:
+            catalog = self.catalog
+            # Beside a reset, another catalog may give the slots away at any time.
+            keys, slots = ([], []) if self.state is State.RESETTING else catalog.begin_erase()
+        if keys:
+            self._counts.attempt("erase", self._tier.erase, slots)
+            with self._lock:
+                catalog.end_load(keys)
+        self._counts.attempt("maintain", self._tier.maintain)
+
     def _clear(self, generation: int) -> bool:
         """Make a reset durable; return False if it has to be tried again."""
         try:
-            catalog = self._steps.clear(generation)
+            self._tier.clear(generation)
+            # Numbers go on, so that blocks of this generation are later than what the medium still has of older ones.
+            contents = TierContents(self._tier.num_blocks) if self._tier.num_blocks else None
+            catalog = self._new_catalog(contents, self.catalog.last_seq)
         except BaseException as error:
             with self._lock:
                 self._reset_error = f"{type(error).__name__}: {error}"
-            self._note_error(f"reset: {self._reset_error}")
+            self._counts.note_error(f"reset: {self._reset_error}")
             return False
         with self._lock:
             self._reset_error = ""
