@@ -262,7 +262,28 @@ class Arbitration:
         if is_unknown:
             return self._is_hopeless(choice, self._end_tokens(run[num_ready:], num_ready, req_context), now_s)
         ends = self._end_tokens([key for key, _ in known_sources], num_ready, req_context)
-        self._decide(choice, ends, known_sources, now_s)
+        # Blocks of earlier decisions are being loaded, or are here.
+        blocks = [(end, key, source) for end, (key, source) in zip(ends, known_sources, strict=True)
+                  if end > choice.seen_token]  # fmt: skip
+        if not blocks:
+            return True
+        segments = _segments(blocks)
+        choice.seen_token = blocks[-1][0]
+        if all(segment.link is None for segment in segments):
+            choice.limit_token = choice.seen_token
+            return True
+        prefill = self.arbiter.prefill
+        first_token = max(blocks[0][0] - self._block_size, 0)
+        decision = self.arbiter.decide(first_token, segments, now_s)
+        choice.limit_token = decision.end_token if decision.kept_blocks else first_token
+        if prefill.is_known and decision.kept_blocks:
+            # Computing would be done by then, too.
+            patience_s = max(prefill.compute_s(first_token, decision.end_token), decision.load_s)
+            choice.give_up_s = now_s + (1 + BAND) * patience_s
+        if choice.is_cut:
+            self._note_cut([(key, source) for end, key, source in blocks if end > choice.limit_token])
+        else:
+            self.counts["arbiter_loads"] += 1
         return True
 
     def worth_waiting(
@@ -297,31 +318,6 @@ class Arbitration:
             return True
         choice.give_up_s = now_s + prefill.compute_s(first_token, ends[-1])
         return False
-
-    def _decide(self, choice: LoadChoice, ends: list[int], sources: list[tuple[bytes, Source]], now_s: float) -> None:
-        """Decide how long a prefix is loaded, given the source and the end of each block."""
-        # Blocks of earlier decisions are being loaded, or are here.
-        blocks = [(end, key, source) for end, (key, source) in zip(ends, sources, strict=True)
-                  if end > choice.seen_token]  # fmt: skip
-        if not blocks:
-            return
-        segments = _segments(blocks)
-        choice.seen_token = blocks[-1][0]
-        if all(segment.link is None for segment in segments):
-            choice.limit_token = choice.seen_token
-            return
-        prefill = self.arbiter.prefill
-        first_token = max(blocks[0][0] - self._block_size, 0)
-        decision = self.arbiter.decide(first_token, segments, now_s)
-        choice.limit_token = decision.end_token if decision.kept_blocks else first_token
-        if prefill.is_known and decision.kept_blocks:
-            # Computing would be done by then, too.
-            patience_s = max(prefill.compute_s(first_token, decision.end_token), decision.load_s)
-            choice.give_up_s = now_s + (1 + BAND) * patience_s
-        if choice.is_cut:
-            self._note_cut([(key, source) for end, key, source in blocks if end > choice.limit_token])
-        else:
-            self.counts["arbiter_loads"] += 1
 
     def _note_cut(self, blocks: list[tuple[bytes, Source]]) -> None:
         """Count the blocks that are not loaded, and keep some of each tier for a probe."""

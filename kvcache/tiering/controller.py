@@ -232,9 +232,7 @@ class TierController:
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Record a use, to be passed to the tier before the next job."""
-        backlog = self.backlog
-        if backlog.missed or backlog.dirty is not None:
-            backlog.touch(keys)
+        self.backlog.touch(keys)
         self._uses.add(keys, req_context)
 
     def end_request(self, req_context: ReqContext) -> None:

@@ -278,23 +278,12 @@ class TieredOffloadingManager(OffloadingManager):
         self._writing.end_request(req_context)
 
     def report_prefill(self, first_token: int, num_tokens: int, seconds: float) -> None:
-        """Take in how long the engine computed a part of a prompt, for the arbiter; other values are ignored.
-
-        Parameters
-        ----------
-        first_token : int
-            Position in the prompt of the first token that was computed.
-        num_tokens : int
-            Tokens that were computed.
-        seconds : float
-            What that took.
-        """
-        if first_token >= 0 and num_tokens > 0 and seconds > 0:
-            self.report_prefills([(first_token, num_tokens)], seconds)
+        """Take in how long the engine computed one part of a prompt; see `report_prefills`."""
+        self.report_prefills([(first_token, num_tokens)], seconds)
 
     @atomic
     def report_prefills(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Take in how long the engine computed parts of prompts together, for the arbiter.
+        """Take in how long the engine computed parts of prompts together, for the arbiter; invalid values are ignored.
 
         Parameters
         ----------

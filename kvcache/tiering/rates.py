@@ -215,7 +215,8 @@ class PrefillRate:
 
     def record_together(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
         """Record the total time of parts of prompts, each with a first position and a number of tokens."""
-        if not self._is_given and all(0 <= first <= MAX_TOKENS and 0 <= count <= MAX_TOKENS for first, count in parts):
+        is_valid = seconds > 0 and all(0 <= first <= MAX_TOKENS and 0 < count <= MAX_TOKENS for first, count in parts)
+        if is_valid and not self._is_given:
             num_tokens = sum(count for _, count in parts)
             self.fit.record(num_tokens, sum(count * (first + count / 2) for first, count in parts), seconds)
 

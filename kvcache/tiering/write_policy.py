@@ -14,53 +14,21 @@ _FIRST_SHARE = 4
 """At first, one slot in so many is free or holds a written block."""
 
 
-class DirtyBlocks:
-    """The blocks of host memory that were not given to one tier."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._num_ahead = max(1, num_blocks // _FIRST_SHARE)
-        self._unwritten: OrderedDict[bytes, None] = OrderedDict()
-
-    def add(self, keys: list[bytes]) -> None:
-        """Add blocks that became ready; keys are in prefix order."""
-        self._unwritten.update(dict.fromkeys(reversed(keys)))
-
-    def touch(self, keys: list[bytes]) -> None:
-        """Record a use of `keys`, in prefix order; unknown keys are ignored."""
-        _touch(self._unwritten, keys)
-
-    def remove(self, keys: list[bytes]) -> int:
-        """Remove blocks that left host memory; return how many of them were never written."""
-        lost = [key for key in keys if key in self._unwritten]
-        for key in lost:
-            del self._unwritten[key]
-        if lost:
-            self._num_ahead = min(self._num_blocks, 2 * self._num_ahead)
-        return len(lost)
-
-    def take_due(self, num_most: int) -> list[bytes]:
-        """Remove and return at most `num_most` blocks to write now, least recently used first."""
-        num_due = min(num_most, len(self._unwritten) - (self._num_blocks - self._num_ahead))
-        return [self._unwritten.popitem(last=False)[0] for _ in range(num_due)]
-
-    def clear(self) -> None:
-        """Forget all blocks."""
-        self._unwritten = OrderedDict()
-
-
 class Backlog:
     """The blocks that wait to be written to one tier, longest waiting first.
 
-    With ``"write_back"``, `dirty` holds the blocks that are not due yet. `missed` holds blocks that were not written
-    because the tier failed: those that are still in host memory are offered again once it works.
+    With ``"write_back"``, `dirty` holds the blocks that are not due yet, least recently used first. `missed` holds
+    blocks that were not written because the tier failed: those that are still in host memory are offered again once it
+    works.
     """
 
     def __init__(self, num_blocks: int, is_write_back: bool) -> None:
-        self.dirty = DirtyBlocks(num_blocks) if is_write_back else None
+        self.is_write_back = is_write_back
+        self.dirty: OrderedDict[bytes, None] = OrderedDict()
         self.missed: OrderedDict[bytes, None] = OrderedDict()
         self.num_dropped = 0
         self._max_blocks = num_blocks
+        self._num_ahead = max(1, num_blocks // _FIRST_SHARE)
         self._keys: deque[bytes] = deque()
 
     def __len__(self) -> int:
@@ -68,6 +36,15 @@ class Backlog:
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._keys)
+
+    def add_dirty(self, keys: list[bytes]) -> None:
+        """Add blocks that became ready and are not due yet; keys are in prefix order."""
+        self.dirty.update(dict.fromkeys(reversed(keys)))
+
+    def offer_due(self, num_most: int) -> None:
+        """Add at most `num_most` blocks that have to be written now, least recently used first."""
+        num_due = min(num_most, len(self.dirty) - (self._max_blocks - self._num_ahead))
+        self.offer([self.dirty.popitem(last=False)[0] for _ in range(num_due)])
 
     def offer(self, keys: Iterable[bytes]) -> None:
         """Add keys; if there are too many, drop those that wait longest."""
@@ -101,28 +78,25 @@ class Backlog:
 
     def touch(self, keys: list[bytes]) -> None:
         """Record a use of `keys`, in prefix order."""
-        if self.dirty is not None:
-            self.dirty.touch(keys)
-        if self.missed:
-            _touch(self.missed, keys)
+        for blocks in (self.dirty, self.missed):
+            if blocks:
+                for key in reversed(keys):
+                    if key in blocks:
+                        blocks.move_to_end(key)
 
     def remove(self, keys: list[bytes]) -> None:
         """Record keys that left host memory; blocks that were still to be written count as dropped."""
-        if self.dirty is not None:
-            self.num_dropped += self.dirty.remove(keys)
-        if self.missed:
-            for key in keys:
-                self.missed.pop(key, None)
+        lost = [key for key in keys if key in self.dirty]
+        for key in lost:
+            del self.dirty[key]
+        if lost:
+            self.num_dropped += len(lost)
+            self._num_ahead = min(self._max_blocks, 2 * self._num_ahead)
+        for key in keys if self.missed else ():
+            self.missed.pop(key, None)
 
     def clear(self) -> None:
         """Forget all blocks."""
         self._keys.clear()
         self.missed.clear()
-        if self.dirty is not None:
-            self.dirty.clear()
-
-
-def _touch(blocks: OrderedDict[bytes, None], keys: list[bytes]) -> None:
-    for key in reversed(keys):
-        if key in blocks:
-            blocks.move_to_end(key)
+        self.dirty.clear()

@@ -71,8 +71,8 @@ class Writing:
             backlog, config = controller.backlog, controller.config
             if controller is source:
                 continue
-            if backlog.dirty is not None:
-                backlog.dirty.add(keys)
+            if backlog.is_write_back:
+                backlog.add_dirty(keys)
                 continue
             if config.write_policy == "write_through_selective":
                 keys_due = [key for key in keys if self._uses.get(key, 1) >= config.num_uses]
@@ -92,13 +92,13 @@ class Writing:
         num_left = MAX_STEP_BLOCKS
         for controller in self._controllers:
             backlog = controller.backlog
-            if not backlog and not backlog.missed and backlog.dirty is None:
+            if not (backlog or backlog.missed or backlog.dirty):
                 continue
             if not controller.may_send(False, now_s):
                 backlog.drop(is_paused=True)
                 continue
-            if backlog.dirty is not None:
-                backlog.offer(backlog.dirty.take_due(controller.room(False) - len(backlog)))
+            if backlog.dirty:
+                backlog.offer_due(controller.room(False) - len(backlog))
             # A tier that is being tried again gets one job only.
             while (room := min(controller.room(False), num_left, MAX_JOB_BLOCKS)) > 0 and controller.may_send(
                 False, now_s

@@ -2,15 +2,18 @@
 
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 from stores import until
 
 from kvcache import ReqContext
+from kvcache.tiering import catalog as catalog_module
 from kvcache.tiering import lifecycle
+from kvcache.tiering.batch import Counts
 from kvcache.tiering.catalog import Catalog, RemoteCatalog, SlotCatalog
-from kvcache.tiering.existence import ExistenceCache
-from kvcache.tiering.lifecycle import ControlSteps, Lifecycle, State
+from kvcache.tiering.io_threads import IOThreads
+from kvcache.tiering.lifecycle import Lifecycle, State
 
 KEYS = [bytes([number]) * 4 for number in range(1, 13)]
 
@@ -57,7 +60,7 @@ class CatalogModel:
                     del self.states[key], self.slots[key]
 
     def load(self, keys):
-        held, slots, missed = self.catalog.begin_load(keys)
+        held, slots, _, missed, _ = self.catalog.begin_load(keys)
         assert held == [key for key in keys if self.states.get(key) == "held"]
         assert (slots, sorted([*held, *missed])) == ([self.slots[key] for key in held], sorted(keys))
         self.loads.append(held)
@@ -97,25 +100,23 @@ def test_policy_of_paths_gets_the_head_of_a_prompt_first():
     assert plain.begin_store(prompt[::-1]).keys == prompt[::-1]
 
 
-def test_query_takes_keys_until_a_thread_begins_it():
+def test_query_takes_the_keys_that_wait_when_it_begins(monkeypatch):
+    monkeypatch.setattr(catalog_module, "MAX_QUERY_KEYS", 4)
     queries, asked = [], []
 
     def exists(keys):
         asked.append(list(keys))
         return [True] * len(keys)
 
-    catalog = RemoteCatalog(ExistenceCache(10.0, 10.0, 60.0, 100), exists, queries.append, 4)
+    catalog = RemoteCatalog(exists, queries.append, 10.0, 60.0)
     for key in KEYS[:5]:
         assert catalog.find([key]) is None
     queries[0].run()
-    assert catalog.find(KEYS[5:6]) is None
-    begun = catalog.begin_query(queries[1])
-    assert catalog.find(KEYS[6:7]) is None
-    begun(queries[1].keys)
-    queries[2].run()
-    assert asked == [KEYS[:4], KEYS[4:6], KEYS[6:7]]
+    assert catalog.find(KEYS[5:7]) is None
+    for query in queries[1:]:
+        query.run()
+    assert asked == [KEYS[:4], KEYS[4:7]]
     for query in queries:
-        query.is_held = [True] * len(query.keys)
         query.end()
     assert catalog.find(KEYS[:7]) == 7
 
@@ -130,10 +131,16 @@ def test_only_the_last_reset_opens_a_tier(monkeypatch):
         gate.acquire()
         if errors:
             raise errors.pop()
-        return catalogs[generation]
+        made.append(catalogs[generation])
 
-    steps = ControlSteps(lambda: gate.acquire() and Catalog(), clear, lambda: None, lambda: None)
-    life = Lifecycle(steps, threading.RLock(), "test", None, lambda text: None)
+    def nothing(*_):
+        pass
+
+    made = [Catalog()]
+    medium = SimpleNamespace(
+        medium="TEST", num_blocks=0, open=gate.acquire, clear=clear, maintain=nothing, close=nothing
+    )
+    life = Lifecycle(medium, lambda *_: made[-1], IOThreads(1, "test"), threading.RLock(), None, Counts())
     life.start(0.001)
     assert life.reason == "opening"
     # A reset while the tier opens.

@@ -160,8 +160,8 @@ class World:
             parts.append((job.is_load, list(job.keys), job.is_overdue, left(job.deadline_s), waiters))
         ways = (controller._reads, controller._writes)
         parts += [(way._num_failures, left(way._open_until_s), way._is_trying) for way in ways]
-        backlog, dirty = controller.backlog, controller.backlog.dirty
-        unwritten = dirty and (list(dirty._unwritten), dirty._num_ahead)
+        backlog = controller.backlog
+        unwritten = (list(backlog.dirty), backlog._num_ahead)
         return repr([*parts, list(backlog), list(backlog.missed), unwritten, self.num_ticks])
 
     def ends(self, completing):

@@ -39,7 +39,9 @@ from kvcache.tiers.disk.header import (
 _MARK_OFFSET = 256
 """Where in `lock` the mark stands; the name of the writer comes before it."""
 _MARK_BYTES = 8
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
+# A link is refused, and opening a pipe must not wait.
+_FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,8 +90,7 @@ def shared_names(path: Path) -> list[str]:
 
 def writer_of(path: str | os.PathLike[str]) -> str:
     """Return an error message that names the process that writes to a directory; "" if none does, or if unknown."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with suppress(OSError), closing_fd(os.open(Path(path) / _LOCK, flags)) as fd:
+    with suppress(OSError), closing_fd(os.open(Path(path) / _LOCK, os.O_RDONLY | _FILE_FLAGS)) as fd:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -132,8 +133,7 @@ def clear_directory(path: Path) -> int:
         raise TierDirectoryError(
             f"directory {path} is no disk tier: it holds {', '.join(sorted(names)[:5]) or 'nothing'}"
         )
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with closing_fd(os.open(path / _LOCK, flags, 0o600)) as lock_fd:
+    with closing_fd(os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | _FILE_FLAGS, 0o600)) as lock_fd:
         _lock(path, lock_fd)
         # Durable before the header goes: without a header, the lock shows whose the other files are.
         _sign(lock_fd)
@@ -154,9 +154,9 @@ def _is_ours(path: str | os.PathLike[str], names: set[str], folder_fd: int | Non
         return names <= _OURS
     if names <= {_LOCK, _NEW_HEADER}:
         return not names or _LOCK in names
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    place = Path(path) / _LOCK if folder_fd is None else _LOCK
     try:
-        with closing_fd(os.open(Path(path) / _LOCK if folder_fd is None else _LOCK, flags, dir_fd=folder_fd)) as fd:
+        with closing_fd(os.open(place, os.O_RDONLY | _FILE_FLAGS, dir_fd=folder_fd)) as fd:
             signature = os.pread(fd, _MARK_OFFSET, 0)
     except OSError:
         return False
@@ -210,7 +210,9 @@ class TierDirectory:
                 self._check_ours(may_be_new=header is not None and not read_only)
                 if not read_only:
                     self._make_private(self._fd, os.fstat(self._fd), 0o700)
-                    self._take_lock()
+                    self._lock_fd = self.open_file(_LOCK, os.O_RDWR | os.O_CREAT)
+                    _lock(self.path, self._lock_fd)
+                    _sign(self._lock_fd)
                 self.header = self._open(header)
         except BaseException:
             self.close()
@@ -221,7 +223,7 @@ class TierDirectory:
         # Checked before it is opened, because opening a pipe may wait and opening a device may do anything.
         with suppress(FileNotFoundError):
             self._check_regular(name, os.stat(name, dir_fd=self._fd, follow_symlinks=False))
-        fd = os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
+        fd = os.open(name, flags | _FILE_FLAGS, 0o600, dir_fd=self._fd)
         try:
             status = os.fstat(fd)
             self._check_regular(name, status)
@@ -235,7 +237,7 @@ class TierDirectory:
     def check_lengths(self) -> None:
         """Raise TierDirectoryError if a file is longer than its slots: the header may be wrong and the file right."""
         if not self.header.resizing:
-            self._wrong_lengths(self.header, may_mend=True)
+            self._checked_lengths(self.header, may_mend=True)
 
     def truncate(self, name: str, num_bytes: int) -> None:
         """Cut one of the files."""
@@ -319,8 +321,7 @@ class TierDirectory:
             self.path.mkdir(mode=0o700, parents=True)
         except FileExistsError:
             return
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        with suppress(OSError), closing_fd(os.open(self.path.parent, flags)) as parent_fd:
+        with suppress(OSError), closing_fd(os.open(self.path.parent, _FOLDER_FLAGS)) as parent_fd:
             _fsync_directory(parent_fd)
 
     def _check_ours(self, may_be_new: bool) -> None:
@@ -330,11 +331,6 @@ class TierDirectory:
         is_new = may_be_new and _is_ours(self.path, names, self._fd)
         if HEADER not in names and not is_new:
             raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {HEADER}")
-
-    def _take_lock(self) -> None:
-        self._lock_fd = fd = self.open_file(_LOCK, os.O_RDWR | os.O_CREAT)
-        _lock(self.path, fd)
-        _sign(fd)
 
     def _open(self, header: Header | None) -> Header:
         stored = self._read_header()
@@ -384,16 +380,16 @@ class TierDirectory:
 
     def _drop_cut_records(self, header: Header, may_mend: bool) -> bool:
         """Drop the records whose payload was cut off; return whether any file is shorter than it must be."""
-        lengths = header.file_bytes()
-        wrong = self._wrong_lengths(header, may_mend)
-        if not wrong:
+        sizes, lengths = self._checked_lengths(header, may_mend), header.file_bytes()
+        if sizes == lengths:
             return False
-        sizes = {name: self._length(name) for name in lengths}
         num_whole = min(sizes[DATA] // header.slot_bytes, sizes[RECORDS] // RECORD_BYTES)
         _LOG.warning(
             "disk tier directory %s was cut: %s; %d of %d slots are kept",
             self.path,
-            ", ".join(f"{name} has {num_bytes} of {lengths[name]} bytes" for name, num_bytes in wrong.items()),
+            ", ".join(
+                f"{name} has {sizes[name]} of {most} bytes" for name, most in lengths.items() if sizes[name] < most
+            ),
             num_whole,
             header.num_slots,
         )
@@ -401,28 +397,24 @@ class TierDirectory:
             self.truncate(RECORDS, num_whole * RECORD_BYTES)
         return True
 
-    def _wrong_lengths(self, header: Header, may_mend: bool) -> dict[str, int]:
-        """Return the files of a wrong length, with that length; raise TierDirectoryError if one cannot be repaired."""
-        lengths = header.file_bytes()
-        sizes = {name: self._length(name) for name in lengths}
-        wrong = {name: num_bytes for name, num_bytes in sizes.items() if num_bytes != lengths[name]}
-        for name, num_bytes in wrong.items():
+    def _checked_lengths(self, header: Header, may_mend: bool) -> dict[str, int]:
+        """Return the lengths of the files; raise TierDirectoryError if one is wrong and cannot be repaired."""
+        sizes = {}
+        for name, length in header.file_bytes().items():
+            size = 0
+            with suppress(FileNotFoundError):
+                status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+                self._check_regular(name, status)
+                size = status.st_size
             # The header is not sealed, so its capacity may be wrong and the files right.
-            if num_bytes > lengths[name] or not may_mend:
-                way_out = "" if num_bytes > lengths[name] else "open the tier to keep what is whole, or "
+            if size > length or (size < length and not may_mend):
+                way_out = "" if size > length else "open the tier to keep what is whole, or "
                 raise TierDirectoryError(
-                    f"file {self.path / name} must have {lengths[name]} bytes, it has {num_bytes}; "
+                    f"file {self.path / name} must have {length} bytes, it has {size}; "
                     f"{way_out}delete the directory to start afresh"
                 )
-        return wrong
-
-    def _length(self, name: str) -> int:
-        try:
-            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return 0
-        self._check_regular(name, status)
-        return status.st_size
+            sizes[name] = size
+        return sizes
 
     def _read_header(self) -> Header | None:
         try:
