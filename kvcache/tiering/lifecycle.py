@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX, Event
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvcache.background import Background
 from kvcache.tiering.catalog import Catalog, TierContents
@@ -20,6 +20,7 @@ from kvcache.tiering.catalog import Catalog, TierContents
 if TYPE_CHECKING:
     from kvcache.tiering.batch import Counts
     from kvcache.tiering.io_threads import IOThreads
+    from kvcache.tiering.medium import Medium
 
 RETRY_S = 1.0
 """Time until a reset that failed is tried again."""
@@ -43,19 +44,6 @@ class State(Enum):
     OPEN = auto()
     RESETTING = auto()
     SHUT = auto()
-
-
-class Medium(Protocol):
-    """The hooks of a `JobTier` that the control thread calls."""
-
-    medium: str
-    num_blocks: int
-
-    def open(self) -> TierContents | None: ...
-    def clear(self, generation: int) -> None: ...
-    def erase(self, slots: list[int]) -> None: ...
-    def maintain(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class Lifecycle:

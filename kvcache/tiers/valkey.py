@@ -241,7 +241,13 @@ class ValkeyTier(SharedStoreTier):
                     # Half of the awaited answers have come.
                     first = number + window if number else 0
                     server.send([pack(b"GET", names[j]) for j in positions[first : number + 2 * window]])
-                num_bytes = _read_value(server, (seal, buffers[i]))
+                try:
+                    num_bytes = server.read_value((seal, buffers[i]))
+                except ServerError as error:
+                    # Another client's list or set under our name.
+                    if not str(error).startswith("WRONGTYPE "):
+                        raise
+                    num_bytes = 0
                 if num_bytes != MISSING:
                     received(i, seal if num_bytes == SEAL_BYTES + self.block_bytes else None)
 
@@ -298,17 +304,6 @@ class ValkeyTier(SharedStoreTier):
             nodes[node.name] = node
             positions.setdefault(node.name, []).append(i)
         return [(client.get_valkey_connection(node), positions[name]) for name, node in nodes.items()]
-
-
-def _read_value(server: Channel, targets: tuple[memoryview, memoryview]) -> int:
-    """Read a value into buffers, and return its length or `MISSING`; 0 if it is not a string."""
-    try:
-        return server.read_value(targets)
-    except ServerError as error:
-        # Another client's list or set under our name.
-        if not str(error).startswith("WRONGTYPE "):
-            raise
-        return 0
 
 
 def clear_server(
