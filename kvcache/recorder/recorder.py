@@ -221,7 +221,7 @@ def _salt_bytes(salt: str | bytes | None) -> bytes:
 
 def _is_new(manager: Any) -> bool:
     stats = manager.stats()
-    return all(getattr(stats, name) == 0 for name in ("lookups", "needed_blocks", "stored_blocks", "rejected_stores"))
+    return all(getattr(stats, name) == 0 for name in ("lookups", "needed_blocks"))
 
 
 def _stats_of(manager: Any) -> dict[str, int]:

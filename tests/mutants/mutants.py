@@ -243,9 +243,13 @@ def run_stage(server: Server, folder: Path, stage: str, tests: list[str], limit_
     shared = [path for path in (ROOT.parent / "shared", ROOT.parent.parent / "shared") if (path / "traces").is_dir()]
     env = {"PYTHONPATH": str(folder), "CI": "true"}
     env |= {"KVCACHE_SHARED": str(shared[0])} if shared and "KVCACHE_SHARED" not in os.environ else {}
-    marks = {"folder": "not slow", "test": "not slow and not other_policy", "all": "slow or other_policy or hypothesis"}
-    if stage == "all":
-        env["KVCACHE_SIMULATED_DEVICE"] = "1"
+    marks = {
+        "folder": "not slow or cuda",
+        "test": "not slow and not other_policy",
+        "all": "slow or other_policy or hypothesis",
+    }
+    if stage == "all" or any("tests/device" in name for name in tests):
+        env |= {"KVCACHE_SIMULATED_DEVICE": "1", "KVCACHE_SCHEDULES": "6"}
     if stage != "folder" and not any("::" in name for name in tests):
         tests = ["tests"]
     # Rewritten assertions say more, and take longer.
@@ -266,6 +270,10 @@ def nearest(file: str, tests: list[str], finders: Counter[str]) -> list[str]:
     return list(dict.fromkeys([*most, *(path.relative_to(ROOT).as_posix() for path in named)]))
 
 
+def _by_device(tests: list[str]) -> list[list[str]]:
+    return [[name for name in tests if ("tests/device" in name) == is_device] for is_device in (False, True)]
+
+
 def try_fault(copy: Copy, fault: Fault, stages: list[str], limit_s: float) -> dict[str, object]:
     """Plant one fault, run the stages until one finds it, and return the result."""
     started = time.monotonic()
@@ -279,6 +287,8 @@ def try_fault(copy: Copy, fault: Fault, stages: list[str], limit_s: float) -> di
         for stage in stages if not found else []:
             # To import all tests takes longer than to run those that are likely to find the fault.
             steps = [near, tests] if near and stage == "folder" else [tests]
+            # The simulated device becomes the accelerator of a whole process.
+            steps = [part for step in steps for part in _by_device(step) if part]
             while steps and not found:
                 how = run_stage(server, copy.folder, stage, steps[0], limit_s, flaky)
                 # A test that fails without the fault, too, has found nothing: go on without it.

@@ -57,6 +57,17 @@ def test_cut_recording_is_read_up_to_the_cut(path, whole):
         assert end or length in frame_starts(whole)
 
 
+def test_missing_records_and_files_of_another_recording_are_noticed(path, whole):
+    _, rows = msgspec.msgpack.decode(zlib.decompress(whole[frame_starts(whole)[1] + 4 :], 31))
+    parts = [frame_bytes(msgspec.msgpack.encode(part)) for part in ((0, rows[:2]), (9, rows[2:4]))]
+    records, end = read_all(path, header_bytes({"manager": {}}) + b"".join(parts))
+    assert (len(records), end) == (2, f"{path}: records 2 to 8 are missing")
+    for older_id, is_whole in (("a", False), ("b", True)):
+        Path(f"{path}.1").write_bytes(header_bytes({"manager": {}, "id": older_id, "segment": 0}))
+        path.write_bytes(header_bytes({"manager": {}, "id": "b", "segment": 1}))
+        assert Recording(path).is_whole == is_whole
+
+
 def test_foreign_files_are_named(path):
     for data in (b"", b"KVC", b'{"timestamp": 0}', os.urandom(100), b"KVCLOG\r\n", header_bytes({"no": "manager"})):
         with pytest.raises(RecordingError, match=r"run\.kvlog"):

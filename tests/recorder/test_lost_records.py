@@ -13,29 +13,36 @@ from kvcache import (
     ReqContext,
 )
 from kvcache.recorder import ops
+from kvcache.recorder import recorder as recorder_module
 from kvcache.recorder.format import Recording
 from kvcache.recorder.recorder import Recorder
 
 
-def test_full_buffer_loses_records_and_counts_them(manager, path, monkeypatch):
+@pytest.mark.parametrize("num_calls", [3000, 300_000])
+def test_full_buffer_loses_records_and_counts_them(manager, path, monkeypatch, num_calls):
     gate = threading.Event()
     # A disk that hangs.
     monkeypatch.setattr("kvcache.recorder.files.write_all", lambda fd, data: gate.wait(30) and os.write(fd, data))
     gate.set()
     recorder = Recorder(manager, path, buffer_bytes="1MiB")
     gate.clear()
-    for _ in range(3000):
-        manager.touch([os.urandom(32) for _ in range(200)])
+    for _ in range(num_calls):
+        if num_calls == 3000:
+            manager.touch([os.urandom(32) for _ in range(200)])
+        else:  # a run of equal answers
+            manager.status(b"same")
     lost = recorder.stats().num_lost
     gate.set()
     assert lost > 1000
     while recorder.stats().num_bytes < 1000:
         time.sleep(0.01)
-    time.sleep(0.1)
+    time.sleep(2 * recorder_module._FLUSH_S)
     manager.reset_cache()
-    manager.touch([key(1)])
+    manager.touch([key(number) for number in range(200)])
     recorder.stop()
-    assert replayed(path).num_lost == lost
+    recording = Recording(path, is_trusted=True)
+    assert [len(call.keys) for call in recording][-2] == 200
+    assert recording.num_lost == lost
 
 
 def test_lost_record_between_equal_answers_splits_their_run(manager, path):

@@ -54,8 +54,13 @@ def test_failed_start_and_stop_give_every_part_back(path):
         Recorder(manager, path)
     assert parts() == before
     del manager.lookup
+    get_finished = tier.get_finished
+    tier.get_finished = lambda: iter(get_finished())
     with Recorder(manager, path):
         assert not {tier, before[1]} & {*parts()}
+        manager.complete_store(manager.prepare_store([key(1)]).keys_to_store)
+        assert manager.settle()
+        assert manager.tier_stats()[0].written_blocks == 1
     assert parts() == before
     manager.shutdown()
 
@@ -105,6 +110,21 @@ def test_same_keys_are_named_once_and_never_in_clear(manager, path):
     assert recorded[-1] == recorded[0][:2]
     assert all(keys == recorded[0][: len(keys)] for keys in recorded)
     assert len(set(recorded[0])) == 1000
+
+
+def test_positions_are_written_once_and_hints_again_after_a_reset(manager, path):
+    context = ReqContext("1", None, Retention(priority=1))
+    with Recorder(manager, path):
+        for number in range(40):
+            context.set_offload_key_position(key(number), number)
+            manager.touch([key(number)], context)
+        manager.reset_cache()
+        manager.touch([key(0)], context)
+    records = [*Recording(path)]
+    names = [record.op.name for record in records]
+    assert names.count("CONTEXT") == 2
+    before_reset = records[: names.index("RESET_CACHE")]
+    assert [len(record.keys) for record in before_reset if record.op is ops.Op.POSITIONS] == [1] * 40
 
 
 def test_salt_makes_keys_of_two_recordings_alike(tmp_path):

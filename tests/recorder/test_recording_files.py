@@ -51,6 +51,15 @@ def test_restart_keeps_the_recording_before(path):
     assert replayed(f"{path}.1").num_calls == 2
 
 
+def test_short_writes_are_continued(manager, path, monkeypatch):
+    write = os.write
+    with monkeypatch.context() as patch, Recorder(manager, path) as recorder:
+        patch.setattr("kvcache.recorder.files.os.write", lambda fd, data: write(fd, data[:7]))
+        serve(manager, 3)
+        recorder.stop()
+    assert replayed(path).num_calls == 12
+
+
 def test_failing_disk_ends_the_recording_and_nothing_else(manager, path, monkeypatch):
     recorder = Recorder(manager, path)
 
