@@ -314,5 +314,38 @@ class TransferStats:
     size_bytes: HistogramData | None = histogram("bytes", "Bytes of a job.")
 
 
+@dataclass(frozen=True, slots=True)
+class NodeStats:
+    """One engine's use of the pool of its node."""
+
+    round_trips: int = counter("messages", "Messages to the owner of the node's pool that waited for an answer.")
+    outages: int = counter("outages", "Times that the owner did not answer in time, or ended.")
+    unavailable: str = flag("1 while the engine runs without the node's pool.", exported="unavailable")
+    shared_hit_blocks: int = counter(
+        "blocks",
+        "Blocks found in the pool that this engine did not store itself.",
+        "What the common pool gains: in a private pool each of them is computed again.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What one engine holds of the pool of its node, as the owner counts it."""
+
+    held_blocks: int = gauge("blocks", "Blocks that an engine holds to load them.")
+    writing_blocks: int = gauge("blocks", "Blocks that an engine is writing.")
+    shared_hit_blocks: int = counter("blocks", "Blocks found by an engine that it did not store itself.")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerStats:
+    """The owner of the pool of a node."""
+
+    frames: int = counter("messages", "Messages of engines that the owner handled.")
+    dropped_clients: int = counter("connections", "Connections closed because of an invalid message.")
+    refused_clients: int = counter("connections", "Engines and workers that were refused at their start.")
+    ended_engines: int = counter("engines", "Engines that ended, and whose leases were returned.")
+
+
 MANAGER_METRICS = metrics_of(ManagerStats)
 """What a manager counts."""

@@ -14,6 +14,7 @@ from kvcache.metrics import (
     EvictionStats,
     HistogramData,
     ManagerStats,
+    NodeStats,
     Part,
     PolicyStats,
     Sample,
@@ -41,6 +42,7 @@ def every_sample(with_transfers: bool = True) -> list[Sample]:
         Part("eviction", EvictionStats(ages)),
         Part("event", EventStats()),
         Part("promotion", PromotionStats(0, jobs)),
+        Part("node", NodeStats()),
         Part("tier", tier, (("tier", "0"), ("medium", "DISK"))),
     ]
     if with_transfers:

@@ -1,0 +1,627 @@
+"""An engine's part of a node's pool: the manager's calls, sent to the owner.
+
+A look-up asks for a whole prompt at once and holds what it finds, so loads need no message. Messages without an answer
+wait for the next one with an answer, or for the end of the step. If the owner does not answer in time, the call that
+waited for it and all later ones miss, until the owner answers again: copies under way end on the mapped memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcache.control.manager import Keys, OffloadingManager
+from kvcache.keys import as_key_list
+from kvcache.metrics import ManagerStats, NodeStats, Part
+from kvcache.node import protocol
+from kvcache.node.protocol import MULTI, PLACES, POLL, Frame, FrameReader, pack, pack_hello, pack_keys
+from kvcache.request import HintReader, ReqContext
+from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
+from kvcache.tiering.pending import ABSENT, ASK_AGAIN, PENDING, READY
+from kvcache.transfer.shared_file import SharedBlocks
+
+_LOG = logging.getLogger(__name__)
+START_TIMEOUT_S = 600.0
+"""How long an engine waits at its start, while the owner allocates the memory."""
+_SPAWN_TIMEOUT_S = 30.0
+_SEND_S, _ANSWER_S = 0.01, 0.04
+_RETRY_S, _RESTART_S = 0.02, 1.0
+_MAX_PENDING_S = 1.0
+"""How long a request waits for a block that another one is writing."""
+
+
+class MappedPool(SharedBlocks):
+    """The memory of a node's pool, in a worker."""
+
+    def has_owner(self) -> bool:
+        # The memory outlives the owner process, and the worker is one of the processes that the owner watches.
+        return True
+
+
+class _View:
+    """One request: its prompt's keys, and what the owner holds for it."""
+
+    __slots__ = (
+        *("end", "end_positions", "first", "has_ended", "held", "keys", "num_loads", "number", "places"),
+        *("since_s", "state", "writing"),
+    )
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.keys: list[bytes] = []
+        self.places: dict[bytes, int] | None = None
+        self.held: dict[bytes, int] = {}
+        self.writing: dict[bytes, int] = {}
+        # The key that the last look-up began with, the first one that it did not find, and that one's state.
+        self.first: bytes | None = None
+        self.end: bytes | None = None
+        self.state = ABSENT
+        self.since_s = 0.0
+        self.num_loads = 0
+        # The prompt's keys with their end positions, once the request has ended; then whether the owner knows.
+        self.end_positions: dict[bytes, int] | None = None
+        self.has_ended = False
+
+    def forget_look_up(self) -> None:
+        """Ask the owner again at the next look-up."""
+        self.held, self.first, self.end, self.state, self.since_s = {}, None, None, ABSENT, 0.0
+
+
+class Link:
+    """A connection to the owner of a folder's pool. `hello` says who the client is.
+
+    A call waits at most `patience_s` for the owner, and then the connection is closed.
+    """
+
+    def __init__(self, folder: Path, hello: dict[str, Any], patience_s: float = _ANSWER_S) -> None:
+        self.folder, self.hello = folder, hello
+        self._patience_s = patience_s
+        self._sock: socket.socket | None = None
+        self._reader = FrameReader()
+        self.is_ready = False
+        # When to greet an owner again, and when to start one again.
+        self.retry_s = self.restart_s = 0.0
+
+    def greet(self, leases: list[tuple[int, list[int], list[int]]]) -> None:
+        """Connect and send the greeting; `welcome` has the answer. OSError: no owner listens."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        pidfd = os.pidfd_open(os.getpid())
+        try:
+            sock.setblocking(False)
+            sock.connect(str(self.folder / "socket"))
+            payload = pack_hello(self.hello, leases)
+            sock.setblocking(True)
+            for option, seconds in ((socket.SO_SNDTIMEO, _SEND_S), (socket.SO_RCVTIMEO, self._patience_s)):
+                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)))
+            frame = pack(protocol.HELLO, 0, 0, payload)
+            sent = socket.send_fds(sock, [frame], [pidfd])
+            sock.sendall(frame[sent:])
+        except OSError:
+            sock.close()
+            raise
+        finally:
+            os.close(pidfd)
+        self._sock, self._reader = sock, FrameReader()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection, greeted or not."""
+        return self._sock is not None
+
+    def welcome(self, timeout_s: float = 0.0) -> Frame | None:
+        """Return the answer to the greeting, or None if it has not arrived. OSError: the owner has ended."""
+        assert self._sock is not None
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                data = self._sock.recv(1 << 16, 0 if timeout_s else socket.MSG_DONTWAIT)
+                for frame in self._reader.feed(data):
+                    self.is_ready = frame.op == protocol.WELCOME
+                    return frame
+                if not data:
+                    raise ConnectionResetError("the owner has ended")
+            except BlockingIOError:
+                pass
+            if time.monotonic() >= end_s:
+                return None
+
+    def send(self, data: bytes) -> None:
+        """Send frames. OSError: the owner does not take them."""
+        assert self._sock is not None
+        self._sock.sendall(data)
+
+    def ask(self, data: bytes) -> Frame:
+        """Send frames of which the last has an answer, and return it. OSError: it did not come in time."""
+        self.send(data)
+        assert self._sock is not None
+        end_s = 0.0
+        while True:
+            data = self._sock.recv(1 << 18)
+            for frame in self._reader.feed(data):
+                return frame
+            now_s = time.monotonic()
+            end_s = end_s or now_s + self._patience_s
+            if not data or now_s > end_s:
+                raise ConnectionResetError("the owner has ended, or takes too long")
+
+    def close(self) -> None:
+        """Close the connection; the owner keeps the leases."""
+        if self._sock is not None:
+            self._sock.close()
+        self._sock, self.is_ready = None, False
+
+
+def spawn_owner(folder: Path, options: Mapping[str, Any] | None = None) -> None:
+    """Start an owner process that outlives this one, unless one serves the folder already; does not wait for it."""
+    # Two forks: engines end all of their children. The owner finds the modules that this process finds.
+    code = (
+        "import os, sys\nif os.fork(): os._exit(0)\nfrom kvcache.node.owner import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = [sys.executable, "-c", code, str(folder), *([] if options is None else [json.dumps(options)])]
+    with (folder / "log").open("ab") as log:
+        child = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+    child.wait()
+
+
+def connect(link: Link, starts_owner: bool, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
+    """Greet the owner, and start it if none serves the folder; return its answer. ValueError: the engine is refused."""
+    end_s = time.monotonic() + min(timeout_s, _SPAWN_TIMEOUT_S)
+    fd = os.open(link.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        # Under the lock the owner does not end, and no two engines start one.
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        has_started = False
+        while time.monotonic() < end_s:
+            try:
+                link.greet([])
+                frame = link.welcome(timeout_s)
+            except OSError:
+                link.close()
+                if not has_started and starts_owner:
+                    spawn_owner(link.folder)
+                    has_started = True
+                time.sleep(0.01)
+                continue
+            if frame is None:
+                break
+            if frame.op == protocol.REFUSED:
+                link.close()
+                raise ValueError(f"the pool of this node in {link.folder} refuses the engine: {frame.payload.decode()}")
+            answer: dict[str, Any] = json.loads(frame.payload)
+            link.hello["pool_id"] = answer["pool_id"]
+            return answer
+    finally:
+        os.close(fd)
+    link.close()
+    raise ValueError(f"no owner of the pool in {link.folder} answers; see {link.folder / 'log'}")
+
+
+def register_worker(folder: Path, hello: Mapping[str, Any], num_blocks: int, block_bytes: int) -> MappedPool:
+    """Register a worker process of an engine, and map the pool. Before: no copy of it may begin.
+
+    `hello` is as of `NodeManager`, with the worker's ``rank``. ValueError: the pool refuses the engine.
+    """
+    link = Link(folder, dict(hello))
+    connect(link, starts_owner=True)
+    link.close()
+    return MappedPool(folder / "pool", num_blocks, block_bytes, is_owner=False)
+
+
+def greeting(
+    engine: str, identity: Mapping[str, Any], options: Mapping[str, Any], rank: int = -1, num_workers: int = 0
+) -> dict[str, Any]:
+    """Return what a client says of itself.
+
+    `engine` is the id of the engine, `identity` what makes its blocks different from others (with ``num_blocks``,
+    ``block_bytes`` and ``block_size``), `options` those of the owner, `rank` the worker's, -1 for a scheduler, and
+    `num_workers` the number of workers that must have been registered before the scheduler.
+    """
+    return {
+        "version": protocol.VERSION, "engine": engine, "identity": dict(identity), "options": dict(options),
+        "rank": rank, "num_workers": num_workers,
+    }  # fmt: skip
+
+
+class NodeManager(OffloadingManager):
+    """A scheduler's manager over the pool of its node.
+
+    Parameters
+    ----------
+    folder : Path
+        The pool's folder, see `kvcache.node.protocol.node_folder`.
+    hello : dict
+        From `greeting`.
+    num_groups : int
+        KV-cache groups of the model. Of several, a look-up holds all ready blocks of a prompt.
+    starts_owner : bool
+        Whether to start an owner if none serves the folder.
+    patience_s : float
+        How long a call waits for the owner.
+
+    Raises
+    ------
+    ValueError
+        The pool refuses this engine; the message names each difference.
+
+    Notes
+    -----
+    `lookup`, `prepare_load` and `prepare_store` without a request raise ValueError. Keys have one length of at most 36
+    bytes; others are never stored.
+    """
+
+    medium = CPULoadStoreSpec.medium()
+    events = None
+
+    def __init__(
+        self,
+        folder: Path,
+        hello: dict[str, Any],
+        *,
+        num_groups: int = 1,
+        starts_owner: bool = True,
+        patience_s: float = _ANSWER_S,
+    ) -> None:
+        self._link = Link(folder, hello, patience_s)
+        self._starts_owner = starts_owner
+        self._multi = MULTI if num_groups > 1 else 0
+        self._asks_tiers = num_groups > 1 and bool(hello["options"].get("tiers"))
+        self.block_size = int(hello["identity"]["block_size"])
+        self.num_blocks = int(hello["identity"]["num_blocks"])
+        self._views: dict[ReqContext, _View] = {}
+        self._stale: list[_View] = []
+        self._unsent: list[bytes] = []
+        self._last_number = 1
+        self._counts = dict.fromkeys((*_MANAGER_COUNTS, *_NODE_COUNTS), 0)
+        self._hints = HintReader()
+        self._due_reset: list[str | int | None] = []
+        self.refusal = ""
+        self.number: int = connect(self._link, starts_owner)["number"]
+
+    @property
+    def pool(self) -> NodeManager:
+        """The manager itself, as adapters read a pool."""
+        return self
+
+    def status(self, key: bytes, req_context: ReqContext) -> int:
+        """Return the state of one key: absent 0, being written 1, ready and held 2, ask again 3."""
+        view = self._views.get(req_context) or self._open(req_context)
+        if key in view.held and (view.state == ABSENT or key != view.first):
+            return READY
+        return self._status(view, key, req_context)
+
+    def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
+        view = self._view(req_context)
+        assert req_context is not None
+        is_one = isinstance(keys, bytes)
+        keys = [keys] if is_one else as_key_list(keys)
+        num_ready = 0
+        for key in keys:
+            if key not in view.held or (view.state and key == view.first):
+                state = self._status(view, key, req_context, keys)
+                if state in (ASK_AGAIN, PENDING):
+                    return None if state == ASK_AGAIN else num_ready if not is_one else False
+                if state != READY:
+                    break
+            num_ready += 1
+        return num_ready == 1 if is_one else num_ready
+
+    def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> CPULoadStoreSpec:
+        view = self._view(req_context)
+        keys, held = as_key_list(keys), view.held
+        try:
+            slots = [held[key] for key in keys]
+        except KeyError as error:
+            raise KeyError(f"block is not held for this request: {error.args[0]!r}") from None
+        view.num_loads += 1
+        self._counts["loaded_blocks"] += len(keys)
+        return CPULoadStoreSpec(slots)
+
+    def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
+        view = self._views.get(req_context) if req_context is not None else None
+        if view is None or not view.num_loads:
+            return
+        view.num_loads -= 1
+        if not view.num_loads:
+            self._release(view)
+            self._drop_stale()
+            self._end_if_done(view, req_context)
+
+    def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
+        view, keys = self._view(req_context), as_key_list(keys)
+        if not keys:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        if view.held and not view.num_loads:
+            # The request computes its blocks, so it loads no more of them.
+            self._release(view)
+        answer = None
+        with suppress(ValueError):
+            payload, num_bytes = pack_keys(keys)
+            answer = self._ask(protocol.OFFER, 0, view.number, payload, num_bytes)
+        if answer is None or answer.flag == 2:
+            self._counts["rejected_stores"] += 1
+            return None
+        slots = np.frombuffer(answer.payload, "<i4")
+        if answer.flag:
+            half = len(slots) // 2
+            keys, slots = [keys[place] for place in slots[:half].tolist()], slots[half:]
+        view.writing.update(zip(keys, slots.tolist(), strict=True))
+        self._counts["missed_blocks"] += len(keys)
+        return PrepareStoreOutput(keys, CPULoadStoreSpec(slots), [])
+
+    def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
+        view = self._views.get(req_context) if isinstance(req_context, ReqContext) else None
+        if view is None:
+            return
+        slots = [view.writing.pop(key) for key in keys if key in view.writing]
+        if slots:
+            self._tell(protocol.STORED, int(success), view.number, np.array(slots, "<i4").tobytes())
+            self._counts["stored_blocks" if success else "failed_blocks"] += len(slots)
+            self._drop_stale()
+        self._end_if_done(view, req_context)
+
+    def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
+        view = self._views.get(req_context)
+        positions = req_context.positions if use_positions else None
+        if view is None:
+            if not positions:
+                return
+            view = self._open(req_context)
+        view.end_positions = positions or {}
+        self._end_if_done(view, req_context)
+
+    def on_schedule_end(self) -> None:
+        if not self._link.is_ready:
+            self._reconnect()
+        elif self._unsent:
+            data = b"".join(self._unsent)
+            self._unsent.clear()
+            try:
+                self._link.send(data)
+            except OSError as error:
+                self._lose(error)
+
+    def reset_cache(self, version: str | int | None = None) -> None:
+        """Empty the pool for all engines of the node.
+
+        Slots of this engine's running copies are returned after the first copy that begins later: workers finish the
+        older ones before it. While the owner cannot be reached, every look-up misses.
+        """
+        for req_context, view in list(self._views.items()):
+            if view.num_loads or view.writing:
+                self._stale.append(view)
+                del self._views[req_context]
+            else:
+                self._release(view)
+        self._due_reset = [version]
+        self._reset()
+
+    def reorder(self, req_context: ReqContext) -> None:
+        """Done by the owner with each store."""
+
+    def states(self, keys: Collection[bytes]) -> bytes:
+        """Return 0 for each key: the states of blocks are the owner's."""
+        return bytes(len(keys))
+
+    def stats(self) -> ManagerStats:
+        """Return what this engine loaded and stored; the pool's own figures are the owner's."""
+        counts = {name: self._counts[name] for name in _MANAGER_COUNTS if name != "missed_blocks"}
+        return ManagerStats(**counts, needed_blocks=counts["loaded_blocks"] + self._counts["missed_blocks"])
+
+    def parts(self) -> list[Part]:
+        reason = self.refusal or ("" if self._link.is_ready else "the owner does not answer")
+        counts = {name: self._counts[name] for name in _NODE_COUNTS}
+        return [Part("", self.stats()), Part("node", NodeStats(unavailable=reason, **counts))]
+
+    def owner_figures(self) -> dict[str, Any] | None:
+        """Return the owner's counters, or None if it does not answer."""
+        answer = self._ask(protocol.STATS, 0, 0)
+        return None if answer is None else json.loads(answer.payload)
+
+    def shutdown(self) -> None:
+        self.on_schedule_end()
+        self._link.close()
+        self.refusal = "shut down"
+        super().shutdown()
+
+    def _view(self, req_context: ReqContext | None) -> _View:
+        if not isinstance(req_context, ReqContext):
+            raise ValueError(f"a call of a node's pool needs its request, got {req_context!r}")
+        return self._views.get(req_context) or self._open(req_context)
+
+    def _open(self, req_context: ReqContext) -> _View:
+        self._last_number = self._last_number % 0x7FFFFFFF + 1
+        view = self._views[req_context] = _View(self._last_number)
+        if req_context.retention is not None or req_context.kv_transfer_params is not None:
+            hint = self._hints.of(req_context)
+            if hint is not None:
+                self._tell(protocol.OPEN, 0, view.number, json.dumps(asdict(hint)).encode())
+        return view
+
+    def _new_keys(self, view: _View, keys: Collection[bytes]) -> tuple[bytes, int]:
+        """Return the keys of a prompt that the owner does not know yet, packed; the end positions if they are known."""
+        new = list(keys)[len(view.keys) :]
+        if not new:
+            return b"", 0
+        packed = pack_keys(new, list(keys.values())[len(view.keys) :] if isinstance(keys, dict) else ())
+        view.keys += new
+        view.places = None
+        return packed
+
+    def _place(self, view: _View, key: bytes | None) -> int:
+        """Return the place of a key in the prompt that the owner knows, or -1."""
+        if view.places is None:
+            view.places = {known: place for place, known in enumerate(view.keys)}
+        return -1 if key is None else view.places.get(key, -1)
+
+    def _status(self, view: _View, key: bytes, req_context: ReqContext, keys: Collection[bytes] = ()) -> int:
+        """Return the state of a key that is not known to be held; ask the owner if a look-up begins with it."""
+        if view.first is not None:
+            if key == view.end and (key != view.first or view.state == ABSENT):
+                return view.state
+            place = self._place(view, key)
+            if key != view.first and place >= 0 and (self._multi or place > self._place(view, view.first)):
+                return self._look_up(view, place) if self._asks_tiers else ABSENT
+        self._acquire(view, key, req_context.positions or keys)
+        return READY if key in view.held else view.state if key == view.end else ABSENT
+
+    def _acquire(self, view: _View, key: bytes, keys: Collection[bytes]) -> None:
+        """Look up a prompt from `key` on, and hold what is ready; of several groups, all that is ready."""
+        view.first = view.end = key
+        view.state = ABSENT
+        try:
+            payload, num_bytes = self._new_keys(view, keys)
+            if self._place(view, key) < 0 and not payload:
+                payload, num_bytes = self._new_keys(view, [*view.keys, key])
+        except ValueError:
+            return
+        start = 0 if self._multi else max(0, self._place(view, key))
+        flag = self._multi | (0 if payload else POLL)
+        answer = self._ask(protocol.ACQUIRE, flag, view.number, struct.pack("<I", start) + payload, num_bytes)
+        if answer is not None:
+            self._take(view, start, answer)
+
+    def _look_up(self, view: _View, place: int) -> int:
+        """Ask the owner for one key of a model with several groups, which a tier may hold."""
+        answer = self._ask(protocol.LOOKUP, 0, view.number, struct.pack("<I", place))
+        if answer is None:
+            return ABSENT
+        self._take(view, place, answer)
+        state, view.state = view.state, ABSENT
+        return READY if view.keys[place] in view.held else state
+
+    def _take(self, view: _View, start: int, answer: Frame) -> None:
+        slots = np.frombuffer(answer.payload, "<i4", -1, 4).tolist()
+        self._counts["shared_hit_blocks"] += struct.unpack_from("<I", answer.payload)[0]
+        keys = view.keys
+        if answer.flag & PLACES:
+            half = len(slots) // 2
+            view.held.update((keys[place], slot) for place, slot in zip(slots[:half], slots[half:], strict=True))
+            end = next((place for place in range(start, len(keys)) if keys[place] not in view.held), len(keys))
+        else:
+            end = start + len(slots)
+            view.held.update(zip(keys[start:end], slots, strict=True))
+        view.end = keys[end] if end < len(keys) else None
+        view.state = answer.flag & 3
+        if view.state == PENDING:
+            view.since_s = view.since_s or time.monotonic()
+            if time.monotonic() - view.since_s > _MAX_PENDING_S:
+                view.state = ABSENT
+
+    def _release(self, view: _View) -> None:
+        if view.first is not None:
+            self._tell(protocol.RELEASE, 0, view.number)
+        view.forget_look_up()
+
+    def _end_if_done(self, view: _View, req_context: Any) -> None:
+        """Report the end of a request after its last load, and forget it after its last store."""
+        if view.end_positions is None or view.num_loads:
+            return
+        if not view.has_ended:
+            payload, num_bytes = b"", 0
+            with suppress(ValueError):
+                payload, num_bytes = self._new_keys(view, view.end_positions)
+            self._tell(protocol.END, int(bool(view.end_positions)), view.number, payload, num_bytes)
+            view.has_ended = True
+            view.forget_look_up()
+        if not view.writing:
+            self._views.pop(req_context, None)
+
+    def _drop_stale(self) -> None:
+        """Return the slots of copies from before a reset: a later copy has ended."""
+        for view in self._stale:
+            if view.writing:
+                slots = np.array([*view.writing.values()], "<i4")
+                self._tell(protocol.STORED, 0, view.number, slots.tobytes())
+            self._tell(protocol.END, 0, view.number)
+        self._stale.clear()
+
+    def _tell(self, op: int, flag: int, number: int, payload: bytes = b"", key_bytes: int = 0) -> None:
+        """Send later, with the next question or at the end of the step. Without an owner there is nothing to say."""
+        if self._link.is_open:
+            self._unsent.append(pack(op, flag, number, payload, key_bytes))
+
+    def _ask(self, op: int, flag: int, number: int, payload: bytes = b"", key_bytes: int = 0) -> Frame | None:
+        """Return the owner's answer, or None if it does not answer."""
+        if not self._link.is_ready or (self._due_reset and op != protocol.RESET):
+            return None
+        self._unsent.append(pack(op, flag, number, payload, key_bytes))
+        data = b"".join(self._unsent)
+        self._unsent.clear()
+        self._counts["round_trips"] += 1
+        try:
+            return self._link.ask(data)
+        except OSError as error:
+            self._lose(error)
+            return None
+
+    def _lose(self, error: OSError) -> None:
+        """Go on without the owner. What is held stays held: the ledger has it."""
+        self._counts["outages"] += 1
+        _LOG.warning("the owner of %s does not answer (%r): look-ups miss until it does", self._link.folder, error)
+        self._link.close()
+        self._unsent.clear()
+
+    def _leases(self) -> list[tuple[int, list[int], list[int]]]:
+        views: Iterable[_View] = [*self._views.values(), *self._stale]
+        return [
+            (view.number, list(view.held.values()), list(view.writing.values()))
+            for view in views
+            if view.held or view.writing
+        ]
+
+    def _reconnect(self) -> None:
+        """Try to come back to an owner, without waiting for it."""
+        now_s = time.monotonic()
+        if self.refusal or now_s < self._link.retry_s:
+            return
+        self._link.retry_s = now_s + _RETRY_S
+        try:
+            if not self._link.is_open:
+                self._unsent.clear()
+                self._link.greet(self._leases())
+            frame = self._link.welcome()
+        except OSError as error:
+            self._link.close()
+            is_gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
+            if is_gone and self._starts_owner and now_s >= self._link.restart_s:
+                self._link.restart_s = now_s + _RESTART_S
+                spawn_owner(self._link.folder)
+            return
+        if frame is None:
+            return
+        if frame.op == protocol.REFUSED:
+            self.refusal = frame.payload.decode()
+            _LOG.error("the pool of this node refuses this engine, which goes on without: %s", self.refusal)
+            self._link.close()
+            return
+        for view in self._views.values():
+            # The owner has a new list of requests, without their prompts.
+            view.keys, view.places = [], None
+            if not view.held:
+                view.forget_look_up()
+        self._reset()
+
+    def _reset(self) -> None:
+        if self._due_reset and self._ask(protocol.RESET, 0, 0, json.dumps(self._due_reset[0]).encode()):
+            self._due_reset = []
+
+
+_MANAGER_COUNTS = ("loaded_blocks", "stored_blocks", "rejected_stores", "failed_blocks", "missed_blocks")
+_NODE_COUNTS = ("round_trips", "outages", "shared_hit_blocks")

@@ -1,0 +1,312 @@
+"""What the engines of a node hold of its pool: their messages, applied to the manager and to the ledger.
+
+A lease has no clock. It ends when the engine releases it, or when every process of the engine has ended: until then a
+worker may still copy. An expired lease would mean wrong bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.node.ledger import OWNER, PENDING, READY, Ledger, PoolLedger
+from kvcache.node.protocol import (
+    ACQUIRE,
+    DONE,
+    END,
+    HELD,
+    LOOKUP,
+    MULTI,
+    OFFER,
+    OPEN,
+    PLACES,
+    RELEASE,
+    RESET,
+    SLOTS,
+    STORED,
+    Frame,
+    pack,
+    unpack_keys,
+    unpack_slots,
+)
+from kvcache.request import ReqContext, Retention, parse_hint
+from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiering.pending import ABSENT, ASK_AGAIN
+from kvcache.tiering.pending import PENDING as COMING
+
+MAX_SHARE = 0.5
+"""Share of the pool that the leases of one engine may hold."""
+
+
+class Lease:
+    """What one request of one engine holds: `held_keys` in `held_slots`. `keys` are those of its prompt."""
+
+    __slots__ = ("context", "held_keys", "held_slots", "is_stale", "keys", "start")
+
+    def __init__(self, retention: Retention | None = None) -> None:
+        self.context = ReqContext(retention=retention)
+        self.keys: list[bytes] = []
+        self.start = 0
+        self.held_keys: list[bytes] = []
+        self.held_slots: np.ndarray[Any, Any] = np.empty(0, np.int64)
+        # Taken before a reset: the slots are withheld, and hold no block.
+        self.is_stale = False
+
+
+class EngineLeases:
+    """What one engine holds, and its counters; `number` is its bit in the ledger."""
+
+    def __init__(self, number: int, num_slots: int) -> None:
+        self.number = number
+        self.leases: dict[int, Lease] = {}
+        # By slot, the key that the engine writes; empty if a reset has forgotten it.
+        self.writing: dict[int, bytes] = {}
+        self.num_held = 0
+        self.num_shared_hits = 0
+        self.counts = np.zeros(num_slots, np.uint16)
+
+
+class NodeLeases:
+    """Applies the messages of engines to one manager, whose block ids are the slots of the pool.
+
+    `engines` are the leases of each engine by its number.
+    """
+
+    def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, ledger: Ledger) -> None:
+        self.manager = manager
+        self.ledger = ledger
+        self.engines: dict[int, EngineLeases] = {}
+        self.num_slots = len(ledger.state)
+        self._limit = max(1, int(MAX_SHARE * self.num_slots))
+        self._hooks = PoolLedger(manager.pool, ledger, self._leave_blocks)
+
+    def add_engine(self, number: int) -> EngineLeases:
+        """Return the leases of an engine: after a restart what the ledger says that it holds, otherwise nothing."""
+        engine = self.engines[number] = EngineLeases(number, self.num_slots)
+        ledger = self.ledger
+        held = np.flatnonzero(ledger.readers & np.uint64(1 << number))
+        for request, slots in enumerate((held[ledger.state[held] == READY], held[ledger.state[held] != READY])):
+            if len(slots):
+                lease = engine.leases[request] = Lease()
+                lease.is_stale = request == 1
+                self._hold(engine, lease, [] if lease.is_stale else ledger.keys_of(slots), slots)
+        for slot in np.flatnonzero((ledger.state == PENDING) & (ledger.writer == number)).tolist():
+            (engine.writing[slot],) = ledger.keys_of([slot])
+        return engine
+
+    def resume(self, engine: EngineLeases, requests: list[tuple[int, list[int], list[int]]]) -> None:
+        """Replace what an engine holds by its own list: per request the slots that it reads and writes.
+
+        ValueError: the list names slots that the engine does not hold. Nothing changes.
+        """
+        withheld, writing = self._hooks.withheld, engine.writing
+        reads = [slot for _, slots, _ in requests for slot in slots]
+        writes = [slot for _, _, slots in requests for slot in slots if slot not in writing]
+        for slot in reads + writes:
+            if not (0 <= slot < self.num_slots and engine.counts[slot]) or (slot in writes and slot not in withheld):
+                raise ValueError(f"the engine does not hold slot {slot}")
+        before, engine.leases = engine.leases, {}
+        for request, read, _ in requests:
+            if read:
+                lease = engine.leases[request] = Lease()
+                lease.is_stale = read[0] in withheld
+                if lease.is_stale:
+                    withheld.update(read)
+                self._hold(engine, lease, [] if lease.is_stale else self.ledger.keys_of(read), np.array(read, np.int64))
+        # After a restart, the ledger does not tell stores that a reset has forgotten from loads.
+        for slot in writes:
+            writing[slot] = b""
+            self._count(engine, np.array([slot]))
+            withheld[slot] += 1
+        for lease in before.values():
+            self._release(engine, lease)
+        kept = {slot for _, _, slots in requests for slot in slots}
+        self._end_stores(engine, [slot for slot in writing if slot not in kept], None, False)
+
+    def bury(self, number: int) -> None:
+        """Return everything that an engine holds: all of its processes have ended."""
+        engine = self.engines.pop(number)
+        for lease in engine.leases.values():
+            self._release(engine, lease)
+            self.manager.on_request_finished(lease.context)
+        self._end_stores(engine, list(engine.writing), None, False)
+        self.ledger.drop_engine(number)
+
+    def apply(self, engine: EngineLeases, frame: Frame) -> bytes | None:
+        """Apply one message, and return the answer, if it has one. ValueError or struct.error: it is invalid."""
+        op, request = frame.op, frame.request
+        if op == ACQUIRE:
+            return self._acquire(engine, frame)
+        if op == OFFER:
+            return self._offer(engine, frame)
+        if op == LOOKUP:
+            return self._look_up(engine, frame)
+        if op == RESET:
+            self.manager.reset_cache(json.loads(frame.payload))
+            return pack(DONE, 0, request)
+        if op == OPEN:
+            engine.leases.setdefault(request, Lease(parse_hint(json.loads(frame.payload))))
+        elif op == STORED:
+            context = engine.leases[request].context if request in engine.leases else None
+            self._end_stores(engine, unpack_slots(frame.payload), context, bool(frame.flag))
+        elif op == RELEASE:
+            if request in engine.leases:
+                self._release(engine, engine.leases[request])
+        elif op == END:
+            lease = self._extend(engine, frame, 0)
+            del engine.leases[request]
+            self._release(engine, lease)
+            self.manager.on_request_finished(lease.context, use_positions=bool(frame.flag))
+        else:
+            raise ValueError(f"unknown operation {op}")
+        return None
+
+    def _extend(self, engine: EngineLeases, frame: Frame, first: int) -> Lease:
+        """Add the keys of a message, if it has any, to those of its request's prompt."""
+        lease = engine.leases.get(frame.request)
+        if lease is None:
+            lease = engine.leases[frame.request] = Lease()
+        if len(frame.payload) > first:
+            keys, ends = unpack_keys(frame.payload, frame.key_bytes, first)
+            lease.keys += keys
+            if ends:
+                positions = lease.context.positions or {}
+                positions.update(zip(keys, ends, strict=True))
+                lease.context.set_offload_key_positions(positions)
+        return lease
+
+    def _acquire(self, engine: EngineLeases, frame: Frame) -> bytes:
+        """Look up the blocks of a prompt, and hold those that are ready: of one group the leading ones, else all."""
+        (start,) = struct.unpack_from("<I", frame.payload)
+        lease = self._extend(engine, frame, 4)
+        keys = lease.keys[start:] if start else lease.keys
+        if lease.is_stale:
+            return self._answer(engine, lease, frame.request, [], ABSENT)
+        if frame.flag & MULTI:
+            states = self.manager.pool.states(keys)
+            ready = [key for key, state in zip(keys, states, strict=True) if state == READY]
+            return self._answer(engine, lease, frame.request, ready, PLACES)
+        num_ready = self.manager.lookup(keys, lease.context)
+        if num_ready is None:
+            return self._answer(engine, lease, frame.request, [], ASK_AGAIN)
+        is_coming = self.manager.pool.states(keys[num_ready : num_ready + 1]) == bytes([COMING])
+        ready = keys if num_ready == len(keys) else keys[:num_ready]
+        return self._answer(engine, lease, frame.request, ready, COMING if is_coming else ABSENT)
+
+    def _look_up(self, engine: EngineLeases, frame: Frame) -> bytes:
+        """Look up one key of a prompt, in tiers, too."""
+        (place,) = struct.unpack("<I", frame.payload)
+        lease = self._extend(engine, frame, 4)
+        if place >= len(lease.keys) or lease.is_stale:
+            return self._answer(engine, lease, frame.request, [], ABSENT)
+        key = lease.keys[place]
+        state = self.manager.status(key, lease.context) if isinstance(self.manager, TieredOffloadingManager) else 0
+        return self._answer(engine, lease, frame.request, [key] if state == READY else [], state | PLACES)
+
+    def _answer(self, engine: EngineLeases, lease: Lease, request: int, keys: list[bytes], flag: int) -> bytes:
+        """Hold ready blocks for a request, at most half of the pool for an engine, and return the answer."""
+        if lease.held_keys and keys:
+            held = set(lease.held_keys)
+            keys = [key for key in keys if key not in held]
+            flag |= PLACES
+        room = self._limit - engine.num_held - len(engine.writing)
+        if len(keys) > room:
+            keys, flag = keys[: max(room, 0)], flag & PLACES
+        if not keys:
+            return pack(HELD, flag, request, struct.pack("<I", 0))
+        slots = self.manager.prepare_load(keys, lease.context).block_ids  # type: ignore[attr-defined]
+        self._hold(engine, lease, keys, slots, is_pinned=True)
+        num_shared = int(np.count_nonzero(self.ledger.writer[slots] != engine.number))
+        engine.num_shared_hits += num_shared
+        payload = struct.pack("<I", num_shared)
+        if flag & PLACES:
+            place_of = {key: place for place, key in enumerate(lease.keys)}
+            payload += np.array([place_of[key] for key in keys], "<i4").tobytes()
+        return pack(HELD, flag, request, payload + slots.astype("<i4").tobytes())
+
+    def _offer(self, engine: EngineLeases, frame: Frame) -> bytes:
+        """Reserve slots for the absent blocks of a store."""
+        keys, _ = unpack_keys(frame.payload, frame.key_bytes)
+        lease = engine.leases.get(frame.request)
+        if lease is None:
+            lease = engine.leases[frame.request] = Lease()
+        output = None
+        if len(keys) + engine.num_held + len(engine.writing) <= self._limit:
+            self._hooks.writer = engine.number
+            try:
+                output = self.manager.prepare_store(keys, lease.context)
+            finally:
+                self._hooks.writer = OWNER
+        if output is None:
+            return pack(SLOTS, 2, frame.request)
+        self.manager.reorder(lease.context)
+        taken = output.keys_to_store
+        slots = output.store_spec.block_ids  # type: ignore[attr-defined]
+        engine.writing.update(zip(slots.tolist(), taken, strict=True))
+        if len(taken) == len(keys):
+            return pack(SLOTS, 0, frame.request, slots.astype("<i4").tobytes())
+        place_of = {key: place for place, key in reversed([*enumerate(keys)])}
+        places = [place_of[key] for key in taken]
+        return pack(SLOTS, 1, frame.request, np.array([*places, *slots.tolist()], "<i4").tobytes())
+
+    def _end_stores(self, engine: EngineLeases, slots: list[int], context: ReqContext | None, success: bool) -> None:
+        """Commit or drop stores of an engine. ValueError: it does not write these slots."""
+        for slot in slots:
+            if slot not in engine.writing:
+                raise ValueError(f"the engine does not write slot {slot}")
+        keys = [engine.writing.pop(slot) for slot in slots]
+        stale = [slot for slot, key in zip(slots, keys, strict=True) if not key]
+        if stale:
+            self._uncount(engine, np.array(stale))
+            self.manager.pool.give_back(stale)
+        if len(stale) < len(slots):
+            self.manager.complete_store([key for key in keys if key] if stale else keys, context, success)
+
+    def _hold(self, engine: EngineLeases, lease: Lease, keys: list[bytes], slots: Any, is_pinned: bool = False) -> None:
+        if keys and not is_pinned:
+            self.manager.pool.pin(keys, is_move=True)
+        lease.held_keys = lease.held_keys + keys
+        lease.held_slots = np.concatenate([lease.held_slots, slots]) if len(lease.held_slots) else slots
+        self._count(engine, slots)
+
+    def _count(self, engine: EngineLeases, slots: Any) -> None:
+        engine.counts[slots] += 1
+        engine.num_held += len(slots)
+        self.ledger.read(slots, engine.number)
+
+    def _uncount(self, engine: EngineLeases, slots: Any) -> None:
+        engine.counts[slots] -= 1
+        engine.num_held -= len(slots)
+        self.ledger.unread(slots[engine.counts[slots] == 0], engine.number)
+
+    def _release(self, engine: EngineLeases, lease: Lease) -> None:
+        """Give back what a request holds."""
+        slots, keys = lease.held_slots, lease.held_keys
+        if not len(slots):
+            return
+        lease.held_keys, lease.held_slots = [], slots[:0]
+        self._uncount(engine, slots)
+        if lease.is_stale:
+            lease.is_stale = False
+            self.manager.pool.give_back(slots.tolist())
+        else:
+            self.manager.complete_load(keys, lease.context)
+
+    def _leave_blocks(self) -> Counter[int]:
+        """Return how many leases hold each slot. They hold no block any more: the pool is being reset."""
+        num_leases: Counter[int] = Counter()
+        for engine in self.engines.values():
+            for lease in engine.leases.values():
+                lease.is_stale = len(lease.held_slots) > 0
+                num_leases.update(lease.held_slots.tolist())
+            for slot, key in engine.writing.items():
+                if key:
+                    self._count(engine, np.array([slot]))
+                    engine.writing[slot] = b""
+            num_leases.update(engine.writing.keys())
+        return num_leases

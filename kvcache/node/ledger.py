@@ -1,0 +1,297 @@
+"""The ledger: what a new owner must know of the slots of a pool, in shared memory that outlives the old owner.
+
+The owner writes it before each answer that lets a client act. `PoolLedger` wraps the pool's own operations, so that
+promotions of tiers are recorded, too; a pool without a ledger has no wrapper.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import struct
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcache.control.watch import Watch
+from kvcache.node.protocol import MAX_KEY_BYTES, start_ticks
+from kvcache.request import ReqContext
+from kvcache.specs import PrepareStoreOutput
+
+EMPTY, PENDING, READY = range(3)
+MAX_ENGINES, MAX_PROCESSES = 64, 1024
+OWNER = 255
+"""The writer of blocks that no living engine wrote: promotions, and blocks of engines that have ended."""
+
+_MAGIC = b"KVNODE01"
+_HEAD = struct.Struct("<8sQ16sI")
+_IDENTITY_BYTES = 64 << 10
+_PROCESS = np.dtype([("pid", "<i8"), ("start", "<i8"), ("engine", "<i4"), ("rank", "<i4")])
+# One array a field, because the slots of a prompt mostly lie side by side.
+_FIELDS = {"readers": "<u8", "stamp": "<u4", "state": "u1", "writer": "u1", "key_bytes": "u1"}
+_FIELDS["key"] = f"V{MAX_KEY_BYTES}"
+
+
+class Ledger:
+    """The ledger file of a pool: 51 bytes a slot, the names of engines, and their processes.
+
+    `is_recovered` says whether the file was there, whole and of the same `identity`; otherwise it is made anew, and
+    `reason` says why an existing one was not used. Call `living_engines` first: an existing ledger may be in use.
+    """
+
+    readers: np.ndarray[Any, Any]
+    stamp: np.ndarray[Any, Any]
+    state: np.ndarray[Any, Any]
+    writer: np.ndarray[Any, Any]
+    key_bytes: np.ndarray[Any, Any]
+    key: np.ndarray[Any, Any]
+
+    def __init__(self, path: Path, num_slots: int, identity: Mapping[str, Any]) -> None:
+        text = json.dumps(identity, sort_keys=True).encode()
+        if len(text) > _IDENTITY_BYTES:
+            raise ValueError(f"the identity of a pool must have at most {_IDENTITY_BYTES} bytes, got {len(text)}")
+        num_bytes = _file_bytes(num_slots)
+        self.reason = fault_of(path, num_bytes) if path.exists() else "missing"
+        if not self.reason and identity_of(path) != json.loads(text):
+            self.reason = "of another model or size"
+        self.is_recovered = not self.reason
+        if not self.is_recovered:
+            path.unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o600)
+        try:
+            if not self.is_recovered:
+                os.posix_fallocate(fd, 0, num_bytes)
+            self._mapping = mmap.mmap(fd, num_bytes)
+        finally:
+            os.close(fd)
+        start = _HEAD.size + _IDENTITY_BYTES
+        self.names = np.frombuffer(self._mapping, "V32", MAX_ENGINES, start)
+        start += self.names.nbytes
+        self.processes = np.frombuffer(self._mapping, _PROCESS, MAX_PROCESSES, start)
+        start += self.processes.nbytes
+        for name, kind in _FIELDS.items():
+            array = np.frombuffer(self._mapping, kind, num_slots, start)
+            setattr(self, name, array)
+            start += array.nbytes
+        if not self.is_recovered:
+            # The magic comes last: a ledger that was cut short is none.
+            self._mapping[_HEAD.size : _HEAD.size + len(text)] = text
+            self._mapping[: _HEAD.size] = _HEAD.pack(b"", num_bytes, secrets.token_bytes(16), len(text))
+            self._mapping[: len(_MAGIC)] = _MAGIC
+        self.clock = int(self.stamp.max(initial=0))
+
+    @property
+    def pool_id(self) -> str:
+        """Identifies the content of the pool's memory: a new one if the pool was made anew."""
+        return bytes(self._mapping[16:32]).hex()
+
+    def begin(self, slots: Any, keys: list[bytes], writer: int) -> None:
+        """Record that slots belong to a writer, which fills them with the blocks of `keys`."""
+        self.state[slots] = EMPTY  # while the key changes
+        self.readers[slots] = 0
+        self.key[slots] = np.frombuffer(b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys), self.key.dtype)
+        self.key_bytes[slots] = [len(key) for key in keys]
+        self.writer[slots] = writer
+        self.state[slots] = PENDING
+
+    def end(self, slots: list[int], state: int) -> None:
+        """Record that written slots are ready or empty."""
+        self.clock += 1
+        self.stamp[slots] = self.clock
+        self.state[slots] = state
+
+    def read(self, slots: Any, engine: int) -> None:
+        """Record that an engine holds slots."""
+        self.clock += 1
+        self.stamp[slots] = self.clock
+        self.readers[slots] |= np.uint64(1 << engine)
+
+    def unread(self, slots: Any, engine: int) -> None:
+        """Record that an engine holds slots no longer."""
+        self.readers[slots] &= ~np.uint64(1 << engine)
+
+    def keys_of(self, slots: Iterable[int]) -> list[bytes]:
+        """Return the keys of slots."""
+        return [self.key[slot].item()[: self.key_bytes[slot]] for slot in slots]
+
+    def add_process(self, pid: int, engine: int, rank: int) -> None:
+        """Record a process of an engine; rank -1 is the scheduler. ValueError: there are too many."""
+        free = np.flatnonzero(self.processes["pid"] == 0)
+        if not len(free):
+            raise ValueError(f"a node's pool has at most {MAX_PROCESSES} processes of engines")
+        row = self.processes[free[0] : free[0] + 1]
+        row["start"], row["engine"], row["rank"] = start_ticks(pid), engine, rank
+        row["pid"] = pid
+
+    def drop_process(self, pid: int, engine: int, rank: int) -> None:
+        """Forget a process of an engine."""
+        rows = self.processes
+        rows["pid"][(rows["pid"] == pid) & (rows["engine"] == engine) & (rows["rank"] == rank)] = 0
+
+    def drop_engine(self, engine: int) -> None:
+        """Forget an engine and its processes; its blocks stay."""
+        rows = self.processes["engine"] == engine
+        self.processes["pid"][rows] = 0
+        self.names[engine] = b"\0" * 32
+        self.writer[self.writer == engine] = OWNER
+
+    def drop_dead(self, living: Collection[int]) -> None:
+        """Forget all engines but the living ones, and what they held or wrote."""
+        self.readers &= np.uint64(sum(1 << engine for engine in living))
+        is_lost = (self.state == PENDING) & ~np.isin(self.writer, np.array(sorted(living), np.uint8))
+        self.state[is_lost] = EMPTY
+        for engine in set(range(MAX_ENGINES)).difference(living):
+            if self.names[engine].item().strip(b"\0"):
+                self.drop_engine(engine)
+
+    def close(self) -> None:
+        """Drop the views; the file stays."""
+        for name in (*_FIELDS, "names", "processes"):
+            setattr(self, name, None)
+        self._mapping.close()
+
+
+def _file_bytes(num_slots: int) -> int:
+    of_slot = sum(np.dtype(kind).itemsize for kind in _FIELDS.values())
+    return _HEAD.size + _IDENTITY_BYTES + 32 * MAX_ENGINES + _PROCESS.itemsize * MAX_PROCESSES + of_slot * num_slots
+
+
+def _head_of(path: Path) -> tuple[bytes, int, bytes, int]:
+    with path.open("rb") as file:
+        head: tuple[bytes, int, bytes, int] = _HEAD.unpack(file.read(_HEAD.size).ljust(_HEAD.size, b"\0"))
+    return head
+
+
+def fault_of(path: Path, num_bytes: int = 0) -> str:
+    """Return why a file is not a whole ledger, of `num_bytes` unless 0, or ""."""
+    magic, length, _, num_text = _head_of(path)
+    if magic != _MAGIC:
+        return "of another version" if magic.startswith(_MAGIC[:6]) else "not a ledger"
+    if path.stat().st_size != length or num_text > _IDENTITY_BYTES:
+        return "truncated"
+    return "of another size" if num_bytes not in (0, length) else ""
+
+
+def identity_of(path: Path) -> dict[str, Any]:
+    """Return the identity of the pool of a whole ledger."""
+    with path.open("rb") as file:
+        file.seek(_HEAD.size)
+        identity: dict[str, Any] = json.loads(file.read(_head_of(path)[3]))
+    return identity
+
+
+def living_processes(path: Path) -> list[tuple[int, int, int]]:
+    """Return pid, engine and rank of the recorded processes of a whole ledger that still run."""
+    start = _HEAD.size + _IDENTITY_BYTES + 32 * MAX_ENGINES
+    rows = np.fromfile(path, _PROCESS, MAX_PROCESSES, offset=start)
+    rows = rows[rows["pid"] != 0]
+    return [
+        (int(row["pid"]), int(row["engine"]), int(row["rank"]))
+        for row in rows
+        if start_ticks(int(row["pid"])) == row["start"]
+    ]
+
+
+class PoolLedger:
+    """Wraps a `BlockPool`, whose block ids are slots, so that each change of its blocks reaches the ledger first.
+
+    `leased` returns how many leases of clients hold each slot. After a reset these slots are withheld, until each lease
+    has given them back. `writer` is the engine whose message is applied.
+    """
+
+    names: Collection[str] = ("prepare_store", "reserve", "commit", "abort", "reset", "withhold", "give_back")
+
+    def __init__(self, pool: Any, ledger: Ledger, leased: Callable[[], Counter[int]]) -> None:
+        self._ledger = ledger
+        self._leased = leased
+        self._pool = pool
+        self.writer = OWNER
+        self.withheld: Counter[int] = Counter()
+        self.pending: dict[bytes, int] = {}
+        if ledger.is_recovered:
+            self._recover()
+        Watch.of(pool).add(self)
+
+    def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the callable for a bound method of the pool."""
+        return partial(getattr(self, "_reserve" if name == "prepare_store" else f"_{name}"), method)
+
+    def _recover(self) -> None:
+        """Give the empty pool the blocks of the ledger, each in its slot and in the order of their last uses.
+
+        Unfinished stores of engines in the ledger stay reserved. Slots that engines hold without a block are withheld.
+        """
+        ledger, pool = self._ledger, self._pool
+        ledger.state[(ledger.state == PENDING) & (ledger.writer == OWNER)] = EMPTY
+        # An empty pool hands out its slots in ascending order, so each slot before the last block gets a key.
+        slots = range(int(np.flatnonzero(ledger.state).max(initial=-1)) + 1)
+        states = ledger.state[: len(slots)].tolist()
+        keys = [key if states[i] else b"empty slot %d" % i for i, key in enumerate(ledger.keys_of(slots))]
+        if keys:
+            output = pool.reserve(keys, is_move=True)
+            if output is None or output.keys_to_store != keys or output.store_spec.block_ids.tolist() != [*slots]:
+                raise RuntimeError(f"the policy did not take back the {len(keys)} blocks of the ledger")
+            pool.abort([key for key, state in zip(keys, states, strict=True) if state == EMPTY], is_move=True)
+            pool.commit([key for key, state in zip(keys, states, strict=True) if state == READY], is_move=True)
+        self.pending = {key: slot for slot, key in enumerate(keys) if states[slot] == PENDING}
+        # The blocks of one message have one stamp: a request uses them again, the oldest ones first.
+        ready = np.flatnonzero(ledger.state == READY)
+        ready = ready[np.argsort(ledger.stamp[ready], kind="stable")]
+        for run in np.split(ready, np.flatnonzero(np.diff(ledger.stamp[ready])) + 1):
+            req_context = ReqContext()
+            pool.touch([keys[slot] for slot in run.tolist()], req_context)
+            pool.end_request(req_context)
+        held = np.flatnonzero((ledger.readers != 0) & (ledger.state == EMPTY)).tolist()
+        self._withhold_leased({slot: int(ledger.readers[slot]).bit_count() for slot in held})
+
+    def _withhold_leased(self, num_leases: Mapping[int, int]) -> None:
+        """Withhold free slots that clients hold without a block, each until its last lease has given it back."""
+        self._pool.withhold(sorted(num_leases))
+        self.withheld = Counter(num_leases)
+
+    def _reserve(self, method: Callable[..., Any], *args: Any, **options: Any) -> PrepareStoreOutput | None:
+        output: PrepareStoreOutput | None = method(*args, **options)
+        if output is not None and output.keys_to_store:
+            slots = output.store_spec.block_ids  # type: ignore[attr-defined]
+            self._ledger.begin(slots, output.keys_to_store, self.writer)
+            self.pending.update(zip(output.keys_to_store, slots.tolist(), strict=True))
+        return output
+
+    def _end(self, keys: list[bytes], state: int) -> None:
+        slots = [self.pending.pop(key) for key in keys if key in self.pending]
+        if slots:
+            self._ledger.end(slots, state)
+
+    def _commit(self, method: Callable[..., Any], keys: list[bytes], *args: Any, **options: Any) -> Any:
+        self._end(keys, READY)
+        return method(keys, *args, **options)
+
+    def _abort(self, method: Callable[..., Any], keys: list[bytes], *args: Any, **options: Any) -> Any:
+        self._end(keys, EMPTY)
+        return method(keys, *args, **options)
+
+    def _reset(self, method: Callable[[], None]) -> None:
+        method()
+        self.pending.clear()
+        self.withheld.clear()
+        self._ledger.state[:] = EMPTY
+        self._withhold_leased(self._leased())
+
+    def _withhold(self, method: Callable[[list[int]], None], slots: list[int]) -> None:
+        # A tier and clients may hold one slot.
+        method([slot for slot in slots if not self.withheld[slot]])
+        self.withheld.update(slots)
+
+    def _give_back(self, method: Callable[[list[int]], None], slots: list[int]) -> None:
+        self.withheld.subtract(slots)
+        free = [slot for slot in dict.fromkeys(slots) if self.withheld[slot] <= 0]
+        for slot in free:
+            del self.withheld[slot]
+        method(free)

@@ -1,0 +1,443 @@
+"""The owner of a node's pool: a process without torch that runs one manager for all engines of a machine.
+
+It serves a Unix socket in one thread. All messages of all engines therefore apply in one total order. It ends a minute
+after its last engine, and as a service never.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvcache.assembly.assemble import OffloadSettings, open_manager
+from kvcache.metrics import EngineStats, OwnerStats, Part
+from kvcache.node.leases import EngineLeases, NodeLeases
+from kvcache.node.ledger import MAX_ENGINES, Ledger, fault_of, identity_of, living_processes
+from kvcache.node.protocol import (
+    DONE,
+    HELLO,
+    REFUSED,
+    STATS,
+    VERSION,
+    WELCOME,
+    Frame,
+    FrameReader,
+    differences,
+    pack,
+    unpack_hello,
+)
+from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.transfer.free_memory import check_memory
+from kvcache.transfer.shared_file import SharedBlocks
+
+_LOG = logging.getLogger(__name__)
+LINGER_S = 60.0
+_POLL_S, _TIER_POLL_S = 0.25, 0.001
+_MAX_OUTBOX_BYTES = 64 << 20
+
+
+class Connection:
+    """One client's socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.reader = FrameReader()
+        self.outbox = b""
+        self.pidfd = -1
+        # Set by the greeting of a scheduler.
+        self.engine: EngineLeases | None = None
+
+
+class Process:
+    """A process of an engine; rank -1 is its scheduler."""
+
+    def __init__(self, pid: int, engine: int, rank: int) -> None:
+        self.pid, self.engine, self.rank = pid, engine, rank
+
+
+class NodePool:
+    """The memory, the ledger and the manager of a node's pool, as the first engine's greeting describes them.
+
+    ValueError: the memory does not suffice, an option is invalid, or living engines use a pool of another identity.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self.identity, self.options = dict(identity), dict(options)
+        self._paths = folder / "pool", folder / "ledger"
+        num_blocks, block_bytes, block_size = (identity[name] for name in ("num_blocks", "block_bytes", "block_size"))
+        settings = OffloadSettings.parse_part(options)
+        pool_path, ledger_path = self._paths
+        reason = fault_of(ledger_path) if ledger_path.exists() else ""
+        if ledger_path.exists() and not reason:
+            previous = identity_of(ledger_path)
+            if problems := differences(previous, self.identity):
+                if living_processes(ledger_path):
+                    raise ValueError("; ".join(problems))
+                reason = "of another model or size"
+        if not pool_path.exists() or pool_path.stat().st_size != num_blocks * block_bytes:
+            reason = reason or "without its memory"
+        if reason or not ledger_path.exists():
+            if ledger_path.exists():
+                _LOG.warning("the pool in %s starts empty: its ledger is %s", folder, reason)
+            self.unlink()
+            check_memory(num_blocks * block_bytes)
+        self.shared = SharedBlocks(pool_path, num_blocks, block_bytes, is_owner=False)
+        try:
+            self.ledger = Ledger(ledger_path, num_blocks, self.identity)
+            self.processes = living_processes(ledger_path)
+            self.ledger.drop_dead({engine for _, engine, _ in self.processes})
+            self.manager = open_manager(
+                settings,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                shared=self.shared if settings.tiers else None,
+                fingerprint=self.identity,
+                block_bytes=block_bytes,
+                labels={"engine": folder.name},
+            )
+        except BaseException:
+            self.shared.close()
+            raise
+        self.has_tiers = isinstance(self.manager, TieredOffloadingManager)
+        try:
+            self.leases = NodeLeases(self.manager, self.ledger)
+            for engine in {engine for _, engine, _ in self.processes}:
+                self.leases.add_engine(engine)
+        except BaseException:
+            self.close()
+            raise
+
+    def unlink(self) -> None:
+        """Remove the files; the memory is freed when no process maps it any more."""
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Shut the manager and its tiers down; the files stay."""
+        self.manager.shutdown()
+        if not self.has_tiers:
+            self.shared.close()
+
+
+class Owner:
+    """Serves the pool of a folder until `stop`, or until no engine has used it for `linger_s` seconds (None: never).
+
+    `options` are those of a service, which every engine must have; None: those of the first engine.
+    ValueError: another owner serves this folder.
+    """
+
+    def __init__(
+        self, folder: Path, options: Mapping[str, Any] | None = None, linger_s: float | None = LINGER_S
+    ) -> None:
+        self.folder = folder
+        self._lock = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ValueError(f"another process owns the pool in {folder}") from None
+        self._options = options
+        self._linger_s = linger_s
+        self.pool: NodePool | None = None
+        self.stats = dict.fromkeys(("frames", "dropped_clients", "refused_clients", "ended_engines"), 0)
+        self._poll = select.epoll()
+        self._by_fd: dict[int, Connection | Process] = {}
+        path = folder / "socket"
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen(MAX_ENGINES)
+        self._listener.setblocking(False)
+        self._poll.register(self._listener, select.EPOLLIN)
+        self._last_use_s = time.monotonic()
+        self._is_stopping = False
+
+    def run(self) -> None:
+        """Serve until the end."""
+        while not self._is_stopping:
+            pool = self.pool
+            is_busy = pool is not None and pool.has_tiers and pool.manager.has_pending_work()  # type: ignore[union-attr]
+            self.step(_TIER_POLL_S if is_busy else _POLL_S)
+            if self._linger_s is not None and time.monotonic() - self._last_use_s > self._linger_s:
+                self._end_unless_used()
+        self.close()
+
+    def stop(self, *_: object) -> None:
+        """End soon; the files stay for the next owner."""
+        self._is_stopping = True
+
+    def step(self, timeout_s: float) -> None:
+        """Handle what has arrived, or arrives within `timeout_s`."""
+        for fd, _ in self._poll.poll(timeout_s):
+            source = self._by_fd.get(fd)
+            if fd == self._listener.fileno():
+                self._accept()
+            elif isinstance(source, Process):
+                self._on_process_end(fd, source)
+            elif source is not None:
+                self._serve(source)
+        if self.pool is not None and self.pool.has_tiers:
+            self.pool.manager.on_schedule_end()
+        if self._living_engines():
+            self._last_use_s = time.monotonic()
+
+    def close(self) -> None:
+        """Close the sockets and the manager; the files stay."""
+        for fd, source in list(self._by_fd.items()):
+            if isinstance(source, Connection):
+                self._drop(source)
+            else:
+                os.close(fd)
+        self._by_fd.clear()
+        self._listener.close()
+        self._poll.close()
+        if self.pool is not None:
+            self.pool.close()
+        os.close(self._lock)
+
+    def parts(self) -> list[Part]:
+        """Return the statistics of the owner, and of what each engine holds. May be called from any thread."""
+        parts = [Part("owner", OwnerStats(**self.stats))]
+        if self.pool is not None:
+            for engine in list(self.pool.leases.engines.values()):
+                stats = EngineStats(engine.num_held, len(engine.writing), engine.num_shared_hits)
+                parts.append(Part("engine", stats, (("number", str(engine.number)),)))
+        return parts
+
+    def _end_unless_used(self) -> None:
+        # An engine that starts holds this lock until it is connected.
+        fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.step(0)
+            if self._living_engines():
+                return
+            (self.folder / "socket").unlink(missing_ok=True)
+            if self.pool is not None:
+                self.pool.unlink()
+            self._is_stopping = True
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError, ConnectionError):
+            sock, _ = self._listener.accept()
+            sock.setblocking(False)
+            self._by_fd[sock.fileno()] = Connection(sock)
+            self._poll.register(sock, select.EPOLLIN)
+
+    def _serve(self, connection: Connection) -> None:
+        """Apply the messages of one client. An invalid one costs the client its connection, never its leases."""
+        try:
+            if connection.engine is None:
+                data, fds, _, _ = socket.recv_fds(connection.sock, 1 << 20, 1)
+                for fd in fds:
+                    if connection.pidfd >= 0:
+                        os.close(connection.pidfd)
+                    connection.pidfd = fd
+            else:
+                data = connection.sock.recv(1 << 20)
+            if not data:
+                return self._drop(connection)
+            answers = [self._answer(connection, frame) for frame in connection.reader.feed(data)]
+            self._send(connection, b"".join(filter(None, answers)))
+        except BlockingIOError:
+            self._send(connection, b"")
+        except ConnectionError:
+            self._drop(connection)
+        except Exception as error:
+            _LOG.warning("a client of %s is dropped: %r", self.folder, error)
+            self.stats["dropped_clients"] += 1
+            self._drop(connection)
+
+    def _answer(self, connection: Connection, frame: Frame) -> bytes | None:
+        self.stats["frames"] += 1
+        if frame.op == HELLO:
+            return self._greet(connection, frame)
+        if frame.op == STATS:
+            return pack(DONE, 0, frame.request, json.dumps(self._figures()).encode())
+        if connection.engine is None or self.pool is None:
+            raise ValueError(f"operation {frame.op} before the greeting of a scheduler")
+        return self.pool.leases.apply(connection.engine, frame)
+
+    def _figures(self) -> dict[str, Any]:
+        if self.pool is None:
+            return {"pid": os.getpid(), **self.stats}
+        manager = self.pool.manager.stats()
+        names = "num_blocks", "num_free", "num_referenced", "num_pending", "loaded_blocks", "stored_blocks"
+        return {"pid": os.getpid(), **self.stats, **{name: getattr(manager, name) for name in names}}
+
+    def _send(self, connection: Connection, data: bytes) -> None:
+        data = connection.outbox + data
+        if not data:
+            return None
+        try:
+            data = data[connection.sock.send(data) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return self._drop(connection)
+        if len(data) > _MAX_OUTBOX_BYTES:
+            return self._drop(connection)
+        if data or connection.outbox:
+            self._poll.modify(connection.sock, select.EPOLLIN | (select.EPOLLOUT if data else 0))
+        connection.outbox = data
+        return None
+
+    def _drop(self, connection: Connection) -> None:
+        """Close a connection with the messages in it. Its leases stay: the engine's workers may still copy."""
+        if self._by_fd.pop(connection.sock.fileno(), None) is None:
+            return
+        self._poll.unregister(connection.sock)
+        connection.sock.close()
+        if connection.pidfd >= 0:
+            os.close(connection.pidfd)
+
+    def _greet(self, connection: Connection, frame: Frame) -> bytes:
+        """Admit a process of an engine, or refuse it with each reason."""
+        hello, requests = unpack_hello(frame.payload)
+        try:
+            number, is_known = self._admit(connection, hello)
+        except Exception as error:
+            # Also one of a tier or an exporter, which the first engine's options name.
+            self.stats["refused_clients"] += 1
+            return pack(REFUSED, 0, 0, f"{error}".encode())
+        assert self.pool is not None
+        if hello["rank"] < 0:
+            leases = self.pool.leases
+            engine = leases.engines.get(number) or leases.add_engine(number)
+            for other in list(self._by_fd.values()):
+                # Messages that it sent before it lost the connection must not apply after its own list.
+                if isinstance(other, Connection) and other.engine is engine and other is not connection:
+                    self._drop(other)
+            leases.resume(engine, requests if is_known else [])
+            connection.engine = engine
+        answer = {"number": number, "pool_id": self.pool.ledger.pool_id, "pid": os.getpid()}
+        return pack(WELCOME, is_known, 0, json.dumps(answer).encode())
+
+    def _admit(self, connection: Connection, hello: Mapping[str, Any]) -> tuple[int, bool]:
+        """Return the number of an engine, and whether this process of it is known. ValueError: it is refused."""
+        pid, uid, _ = struct.unpack("3i", connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid != os.geteuid():
+            raise ValueError(f"the pool belongs to user {os.geteuid()}, this process to user {uid}")
+        if hello["version"] != VERSION:
+            raise ValueError(f"the owner speaks version {VERSION} of the protocol, this engine {hello['version']!r}")
+        if connection.pidfd < 0 or _pid_of(connection.pidfd) != pid:
+            raise ValueError("engines and owner must share a pid namespace: the process of this engine is not visible")
+        self._check_pool(hello)
+        assert self.pool is not None
+        ledger = self.pool.ledger
+        name = hashlib.sha256(str(hello["engine"]).encode()).digest()
+        rank, names = int(hello["rank"]), [row.item() for row in ledger.names]
+        number = names.index(name) if name in names else names.index(b"\0" * 32) if b"\0" * 32 in names else -1
+        if number < 0:
+            raise ValueError(f"{MAX_ENGINES} engines use this pool, and no more can")
+        members = [source for source in self._by_fd.values() if isinstance(source, Process) and source.engine == number]
+        is_known = any((member.pid, member.rank) == (pid, rank) for member in members)
+        if not is_known:
+            if taken := [member.pid for member in members if member.rank == rank]:
+                raise ValueError(f"engine {hello['engine']!r} still runs as process {taken[0]}")
+            if missing := set(range(hello["num_workers"])).difference(member.rank for member in members):
+                raise ValueError(
+                    f"the workers of ranks {sorted(missing)} do not map this pool: one machine, one node_pool"
+                )
+            ledger.add_process(pid, number, rank)
+            ledger.names[number] = name
+            self._watch(connection.pidfd, Process(pid, number, rank))
+            connection.pidfd = -1
+        return number, is_known
+
+    def _check_pool(self, hello: Mapping[str, Any]) -> None:
+        """Compare an engine with the pool; the first engine decides what the pool is."""
+        identity, options = hello["identity"], hello["options"]
+        problems = [] if self.pool is None else differences(self.pool.identity, identity)
+        expected = self._options if self.pool is None else self.pool.options
+        problems += [] if expected is None else differences(expected, options)
+        pool_id = hello.get("pool_id")
+        if problems:
+            raise ValueError("; ".join(problems))
+        if self.pool is None:
+            pool = NodePool(self.folder, identity, options)
+            self.pool = pool
+            if pool.manager.telemetry is not None:
+                pool.manager.telemetry.sources.append(self.parts)
+            for pid, engine, rank in pool.processes:
+                with suppress(ProcessLookupError):
+                    self._watch(os.pidfd_open(pid), Process(pid, engine, rank))
+            for engine in set(pool.leases.engines).difference(self._living_engines()):
+                pool.leases.bury(engine)
+        if pool_id not in (None, self.pool.ledger.pool_id):
+            raise ValueError("the pool was made anew, so the slots of this engine are gone; restart the engine")
+
+    def _watch(self, pidfd: int, process: Process) -> None:
+        self._by_fd[pidfd] = process
+        self._poll.register(pidfd, select.EPOLLIN)
+        self._last_use_s = time.monotonic()
+
+    def _living_engines(self) -> set[int]:
+        return {source.engine for source in self._by_fd.values() if isinstance(source, Process)}
+
+    def _on_process_end(self, fd: int, process: Process) -> None:
+        """Bury an engine when its last process has ended: then nothing copies to or from its slots."""
+        self._poll.unregister(fd)
+        os.close(fd)
+        del self._by_fd[fd]
+        pool, number = self.pool, process.engine
+        if pool is None:
+            return
+        pool.ledger.drop_process(process.pid, number, process.rank)
+        if number in self._living_engines():
+            return
+        engine = pool.leases.engines.get(number)
+        if engine is None:
+            pool.ledger.drop_engine(number)
+            return
+        for other in list(self._by_fd.values()):
+            # Messages of a dead engine would apply to slots that belong to others by then.
+            if isinstance(other, Connection) and other.engine is engine:
+                self._drop(other)
+        pool.leases.bury(number)
+        self.stats["ended_engines"] += 1
+
+
+def _pid_of(pidfd: int) -> int:
+    """Return the process that a pidfd refers to, or -1."""
+    with suppress(OSError, ValueError, IndexError):
+        text = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+        return int(text.partition("\nPid:")[2].split()[0])
+    return -1
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the pool of a folder; with a second argument, JSON of options, as a service."""
+    folder = Path(arguments[0])
+    options = json.loads(arguments[1]) if len(arguments) > 1 else None
+    try:
+        owner = Owner(folder, options, LINGER_S if options is None else None)
+    except ValueError as error:
+        print(f"kvcache: error: {error}", file=sys.stderr)
+        return 1
+    signal.signal(signal.SIGTERM, owner.stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if options is None else owner.stop)
+    owner.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

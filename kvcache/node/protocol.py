@@ -1,0 +1,169 @@
+"""Frames between the engines of a node and the owner of its pool, and the folder where they meet.
+
+A frame is a fixed head and a payload of numpy arrays or JSON. Block data never passes the socket. Every length is
+checked before a payload is read, so a broken client costs the owner one connection.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvcache.transfer.shared_file import private_folder
+
+VERSION = 1
+HEAD = struct.Struct("<IBBHI")
+"""Bytes behind this field, operation, flag, bytes of one key, and the client's number of the request."""
+MAX_FRAME_BYTES = 64 << 20
+MAX_KEY_BYTES = 36
+HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, LOOKUP, RELEASE = range(1, 9)
+OFFER, SLOTS, STORED, END, RESET, STATS, DONE = range(9, 16)
+# Flags of ACQUIRE and HELD; the lowest two bits of HELD are the state of the block behind those that are held.
+MULTI, POLL, PLACES = 1, 2, 4
+_RESUMED = struct.Struct("<III")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Frame(NamedTuple):
+    """One message."""
+
+    op: int
+    flag: int
+    key_bytes: int
+    request: int
+    payload: bytes
+
+
+def pack(op: int, flag: int = 0, request: int = 0, payload: bytes = b"", key_bytes: int = 0) -> bytes:
+    """Return the bytes of one frame."""
+    return HEAD.pack(8 + len(payload), op, flag, key_bytes, request) + payload
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Yield the frames that `data` completes. ValueError: a length is out of range."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        try:
+            while len(buffer) - start >= HEAD.size:
+                length, op, flag, key_bytes, request = HEAD.unpack_from(buffer, start)
+                if not 8 <= length <= MAX_FRAME_BYTES:
+                    raise ValueError(f"a frame must have 8 to {MAX_FRAME_BYTES} bytes, got {length}")
+                end = start + 4 + length
+                if len(buffer) < end:
+                    return
+                payload = bytes(memoryview(buffer)[start + HEAD.size : end])
+                start = end
+                yield Frame(op, flag, key_bytes, request, payload)
+        finally:
+            del buffer[:start]
+
+
+def pack_keys(keys: Sequence[bytes], ends: Sequence[int] = ()) -> tuple[bytes, int]:
+    """Return keys of one length as bytes, behind the end positions of the blocks if known, and that length.
+
+    ValueError: the lengths differ or exceed `MAX_KEY_BYTES`.
+    """
+    num_bytes = len(keys[0]) if keys else 1
+    if keys and (len(set(map(len, keys))) > 1 or num_bytes > MAX_KEY_BYTES):
+        raise ValueError(f"keys of a node's pool must have one length of at most {MAX_KEY_BYTES} bytes")
+    head = np.array([len(keys), *ends], "<u4").tobytes()
+    return head + b"".join(keys), num_bytes
+
+
+def unpack_keys(payload: bytes, key_bytes: int, first: int = 0) -> tuple[list[bytes], list[int]]:
+    """Return the keys and the end positions that `pack_keys` wrote from byte `first` on.
+
+    ValueError: the payload has another length.
+    """
+    if not 1 <= key_bytes <= MAX_KEY_BYTES or len(payload) < first + 4:
+        raise ValueError(f"keys must have 1 to {MAX_KEY_BYTES} bytes, got {key_bytes}")
+    (num_keys,) = struct.unpack_from("<I", payload, first)
+    num_left = len(payload) - first - 4 - num_keys * key_bytes
+    if num_left not in (0, 4 * num_keys):
+        raise ValueError(f"a list of {num_keys} keys of {key_bytes} bytes has {len(payload) - first} bytes")
+    ends = np.frombuffer(payload, "<u4", num_left // 4, first + 4).tolist()
+    return np.frombuffer(payload, f"V{key_bytes}", num_keys, first + 4 + num_left).tolist(), ends
+
+
+def unpack_slots(payload: bytes) -> list[int]:
+    """Return a payload of int32 slots as a list. ValueError: it does not hold whole slots."""
+    slots: list[int] = np.frombuffer(payload, "<i4").tolist()
+    return slots
+
+
+def pack_hello(hello: Mapping[str, Any], leases: Sequence[tuple[int, Sequence[int], Sequence[int]]] = ()) -> bytes:
+    """Return the payload of HELLO: who the client is, and per request the slots that it reads and writes."""
+    text = json.dumps(hello, sort_keys=True).encode()
+    parts = [struct.pack("<I", len(text)), text]
+    for request, reads, writes in leases:
+        parts += [_RESUMED.pack(request, len(reads), len(writes)), np.array([*reads, *writes], "<i4").tobytes()]
+    return b"".join(parts)
+
+
+def unpack_hello(payload: bytes) -> tuple[dict[str, Any], list[tuple[int, list[int], list[int]]]]:
+    """Return what `pack_hello` wrote. ValueError or struct.error: it is not that."""
+    (num_bytes,) = struct.unpack_from("<I", payload)
+    start = 4 + num_bytes
+    if start > len(payload):
+        raise ValueError(f"a greeting of {num_bytes} bytes has {len(payload) - 4}")
+    hello = json.loads(payload[4:start])
+    if not isinstance(hello, dict):
+        raise ValueError("the greeting of a client must be a mapping")
+    leases = []
+    while start < len(payload):
+        request, num_reads, num_writes = _RESUMED.unpack_from(payload, start)
+        slots = np.frombuffer(payload, "<i4", num_reads + num_writes, start + _RESUMED.size).tolist()
+        leases.append((request, slots[:num_reads], slots[num_reads:]))
+        start += _RESUMED.size + 4 * len(slots)
+    return hello, leases
+
+
+def differences(of_pool: Mapping[str, Any], of_engine: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each name whose value differs between a pool and an engine."""
+    names = sorted({*of_pool, *of_engine})
+    return [
+        f"{name}: the pool has {of_pool.get(name)!r:.200}, this engine {of_engine.get(name)!r:.200}"
+        for name in names
+        if of_pool.get(name) != of_engine.get(name)
+    ]
+
+
+def node_folder(name: str, parent: Path = Path("/dev/shm")) -> Path:
+    """Return the private folder of a node's pool; create it if it is missing.
+
+    ValueError: the name is invalid, or the folder belongs to another user, is open to others, or is not a folder.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"node_pool must be true or a name of at most 64 letters, digits, '.', '_' and '-', got {name!r}"
+        )
+    folder = private_folder(parent) / f"node-{name}"
+    folder.mkdir(0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ValueError(f"{folder} must be a folder of user {os.geteuid()} that is closed to others")
+    return folder
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process began, in clock ticks, or -1 if it has ended. With the pid it identifies a process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()
+    except (OSError, IndexError):
+        return -1
+    return -1 if fields[0] in (b"Z", b"X") else int(fields[19])

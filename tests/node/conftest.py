@@ -1,0 +1,24 @@
+"""The fixture of an owner in a thread, with clients in this process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def node():
+    """A function that starts a `Node`; all are closed after the test."""
+    from node_harness import Node
+
+    nodes = []
+
+    def make(*args, **options):
+        nodes.append(Node(*args, **options))
+        return nodes[-1]
+
+    yield make
+    for made in nodes:
+        made.close()

@@ -1,0 +1,160 @@
+"""Engines of one node: what they find of each other, hold, and lose; and what the ledger says of it."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from node_harness import key_of, prompt, turn
+
+from kvcache import CPUOffloadingManager, ReqContext, Retention
+
+HERE = Path(__file__)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
+def test_engines_in_turns_hit_as_one(node, policy):
+    node = node(96, {"cache_policy": policy})
+    engines = [node.engine("a"), node.engine("b")]
+    times = [0.0]
+    node.owner.pool.manager.clock = lambda: times[0]
+    alone = CPUOffloadingManager(16, 96, policy, clock=lambda: times[0])
+    dice = random.Random(1)
+    hits = [0, 0]
+    for step in range(400):
+        document, length = min(int(dice.expovariate(0.3)), 20), dice.randint(1, 24)
+        priority = Retention(priority=dice.choice([-1, 0, 0, 2]))
+        hits[0] += turn(engines[step % 2], *prompt(document, length, retention=priority))
+        hits[1] += turn(alone, *prompt(document, length, retention=priority))
+        assert hits[0] == hits[1]
+        engines[step % 2].owner_figures()
+        times[0] += 1
+    node.check()
+    assert sum(engine.parts()[1].stats.shared_hit_blocks for engine in engines) > hits[0] / 4 > 50
+
+
+def test_prompt_costs_one_round_trip(node):
+    node = node(64)
+    first, second = node.engine("a"), node.engine("b")
+    turn(first, *prompt(1, 24))
+    keys, context = prompt(1, 32)
+    assert turn(second, keys, context) == 24
+    assert second.parts()[1].stats.round_trips == 2
+    assert second.parts()[1].stats.shared_hit_blocks == 24
+    assert (second.stats().loaded_blocks, second.stats().stored_blocks, second.stats().needed_blocks) == (24, 8, 32)
+
+
+def test_engine_holds_half_at_most(node):
+    node = node(64)
+    engine = node.engine("a")
+    keys, context = prompt(1, 40)
+    assert engine.prepare_store(keys, context) is None
+    turn(engine, *prompt(1, 30))
+    turn(engine, *prompt(2, 30))
+    held = [prompt(document, 30) for document in (1, 2)]
+    assert [engine.lookup(*item) for item in held] == [30, 2]
+    assert engine.prepare_store([key_of(3, 0)], ReqContext()) is None
+    engine.on_request_finished(held[0][1])
+    assert engine.prepare_store([key_of(3, 0)], ReqContext()) is not None
+    node.check()
+
+
+def test_block_being_written_makes_others_wait(node, monkeypatch):
+    node = node(64)
+    writer, reader = node.engine("a"), node.engine("b")
+    keys, context = prompt(1, 4)
+    writer.prepare_store(keys, context)
+    other = prompt(1, 4)[1]
+    assert [reader.status(keys[0], other) for _ in range(3)] == [1, 1, 1]
+    monkeypatch.setattr("kvcache.node.client._MAX_PENDING_S", 0)
+    assert reader.status(keys[0], other) == 0
+    reader.on_request_finished(other)
+    writer.complete_store(keys, context)
+    writer.owner_figures()
+    assert reader.lookup(*prompt(1, 4)) == 4
+
+
+def test_several_groups_hold_all_ready_blocks(node):
+    node = node(64)
+    engine = node.engine("a", num_groups=2)
+    keys = [key_of(1, place, group) for group in (0, 1) for place in range(8)]
+    stored = keys[:6] + keys[13:]
+    context = ReqContext()
+    engine.complete_store(engine.prepare_store(stored, context).keys_to_store, context)
+    engine.on_request_finished(context)
+    context = ReqContext()
+    context.set_offload_key_positions({key: 16 * (i % 8 + 1) for i, key in enumerate(keys)})
+    assert [engine.status(key, context) for key in keys] == [2 if key in stored else 0 for key in keys]
+    assert engine.parts()[1].stats.round_trips == 2
+    engine.prepare_load([keys[5], keys[13]], context)
+    assert node.leases.engines[engine.number].num_held == 9
+    engine.complete_load([keys[5], keys[13]], context)
+    engine.owner_figures()
+    assert node.leases.engines[engine.number].num_held == 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_clients_match_model(node, seed):
+    """Random calls of three engines, resets and new owners: no two writers of a slot, no lost slot, no wrong block.
+
+    `bytes_of` says which block each slot holds, as copies would leave it.
+    """
+    node, dice = node(48), random.Random(seed)
+    engines = [node.engine(name) for name in "abc"]
+    bytes_of, loads, stores, requests = {}, [], [], []
+    for step in range(400):
+        engine = dice.choice(engines)
+        action = dice.random()
+        if action < 0.3:
+            keys, context = prompt(dice.randint(0, 6), dice.randint(1, 10))
+            hits = engine.lookup(keys, context) or 0
+            requests.append((engine, context))
+            if hits:
+                slots = engine.prepare_load(keys[:hits], context).block_ids.tolist()
+                loads.append((engine, keys[:hits], slots, context))
+        elif action < 0.6:
+            keys, context = prompt(dice.randint(0, 6), dice.randint(1, 10))
+            output = engine.prepare_store(keys, context)
+            requests.append((engine, context))
+            if output is not None:
+                slots = output.store_spec.block_ids.tolist()
+                in_use = [slot for *_, others, _ in loads + stores for slot in others]
+                assert not set(slots) & set(in_use)
+                stores.append((engine, output.keys_to_store, slots, context))
+        elif action < 0.75 and loads:
+            owner, keys, slots, context = loads.pop(dice.randrange(len(loads)))
+            assert [bytes_of[slot] for slot in slots] == keys
+            owner.complete_load(keys, context)
+        elif action < 0.9 and stores:
+            owner, keys, slots, context = stores.pop(dice.randrange(len(stores)))
+            bytes_of.update(zip(slots, keys, strict=True))
+            owner.complete_store(keys, context, dice.random() < 0.9)
+        elif action < 0.96 and requests:
+            owner, context = requests.pop(dice.randrange(len(requests)))
+            owner.on_request_finished(context, use_positions=True)
+        elif action < 0.97:
+            # The worker first ends the copies of before.
+            for owner, keys, slots, _ in stores:
+                if owner is engine:
+                    bytes_of.update(zip(slots, keys, strict=True))
+            engine.reset_cache()
+            loads, stores = ([job for job in jobs if job[0] is not engine] for jobs in (loads, stores))
+        elif action < 0.98:
+            node.stop()
+            node.start()
+            for engine in engines:
+                engine.status(key_of(99, 0), ReqContext())
+                wait_for(lambda engine=engine: engine.on_schedule_end() or engine._link.is_ready)
+        engine.on_schedule_end()
+        if step % 20 == 0:
+            for engine in engines:
+                assert engine.owner_figures() is not None
+            node.check()
+    assert node.owner.stats["dropped_clients"] == 0
+
+
+def wait_for(condition, timeout_s=10):
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)

@@ -1,0 +1,242 @@
+"""The owner process: what it refuses, what a broken client costs, how long an engine waits for it, when it ends."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from node_harness import BLOCK_BYTES, key_of, prompt, turn
+
+from kvcache import ReqContext
+from kvcache.node import protocol
+from kvcache.node.client import NodeManager, greeting, register_worker
+from kvcache.node.ledger import MAX_ENGINES
+from kvcache.node.owner import Owner
+from kvcache.node.protocol import node_folder, pack, pack_hello
+
+KILLS = Path(__file__).parents[1] / "isolated" / "node_kills.py"
+
+
+@pytest.fixture
+def folder():
+    path = node_folder(f"test-{os.getpid()}-{time.monotonic_ns()}")
+    yield path
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+
+
+def wait_for(condition, timeout_s=15):
+    end_s = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+    return result
+
+
+def test_other_engines_are_refused_by_difference(node):
+    node = node(64)
+    node.engine("a")
+    with pytest.raises(ValueError, match=r"block_size: the pool has 16, this engine 32; model: .*; num_blocks: "):
+        node.engine("b", block_size=32, model="other", num_blocks=32)
+    with pytest.raises(ValueError, match=r"cache_policy: the pool has 'lru', this engine 'arc'; tiers: "):
+        node.engine("b", options={"cache_policy": "arc", "tiers": []})
+    register_worker(node.folder, greeting("c", node.identity, node.options, rank=0), 64, BLOCK_BYTES).close()
+    with pytest.raises(ValueError, match=r"the workers of ranks \[1\] do not map this pool"):
+        node.engine("c", num_workers=2)
+    assert node.owner.stats["refused_clients"] == 3
+
+
+def test_pool_that_does_not_fit_is_refused(node):
+    node = node(1 << 29)
+    with pytest.raises(ValueError, match="does not fit into host memory"):
+        node.engine("a", block_bytes=1 << 30)
+    with pytest.raises(ValueError, match="unknown policy"):
+        node.engine("a", {"cache_policy": "nothing"}, num_blocks=4)
+    assert node.engine("a", num_blocks=4).owner_figures()["num_blocks"] == 4
+
+
+def test_second_owner_and_65th_engine_are_refused(node):
+    node = node(64)
+    with pytest.raises(ValueError, match="another process owns the pool"):
+        Owner(node.folder)
+    for number in range(MAX_ENGINES):
+        node.engine(f"engine-{number}")
+    with pytest.raises(ValueError, match="64 engines use this pool, and no more can"):
+        node.engine("one more")
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o707])
+def test_folder_open_to_others_is_refused(folder, mode):
+    folder.chmod(mode)
+    with pytest.raises(ValueError, match=r"must be a folder of user .* closed to others"):
+        node_folder(folder.name.removeprefix("node-"))
+    folder.chmod(0o700)
+    with pytest.raises(ValueError, match="node_pool must be true or a name"):
+        node_folder("../a")
+
+
+def _frames(node):
+    """Return messages that no engine sends, by what is wrong with them."""
+    hello = pack(protocol.HELLO, 0, 0, pack_hello(greeting("bad", node.identity, node.options)))
+    key = struct.pack("<I", 1) + b"k" * 36
+    return {
+        "too long": struct.pack("<IBBHI", 1 << 31, 1, 0, 0, 0),
+        "too short": struct.pack("<IBBHI", 7, 1, 0, 0, 0),
+        "unknown": hello + pack(77),
+        "before the greeting": pack(protocol.ACQUIRE, 0, 1, struct.pack("<I", 0) + key, 36),
+        "greeting cut": pack(protocol.HELLO, 0, 0, struct.pack("<I", 1 << 20) + b"{}"),
+        "keys cut": hello + pack(protocol.OFFER, 0, 1, key[:-1], 36),
+        "keys too long": hello + pack(protocol.OFFER, 0, 1, struct.pack("<I", 1) + b"k" * 64, 64),
+        "slots of others": hello + pack(protocol.STORED, 1, 1, struct.pack("<i", 0)),
+        "no slots": hello + pack(protocol.STORED, 1, 1, struct.pack("<i", -5)),
+        "half a slot": hello + pack(protocol.STORED, 1, 1, b"abc"),
+        "another's lease": hello + pack(protocol.RELEASE, 0, 1) + pack(protocol.STORED, 0, 1, struct.pack("<i", 3)),
+    }  # fmt: skip
+
+
+def test_broken_client_is_dropped_alone(node):
+    node = node(64)
+    engine = node.engine("a")
+    keys, context = prompt(1, 4)
+    output = engine.prepare_store(keys, context)
+    for number, (kind, data) in enumerate(_frames(node).items(), 1):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(node.folder / "socket"))
+            client.settimeout(5)
+            pidfd = os.pidfd_open(os.getpid())
+            socket.send_fds(client, [data], [pidfd])
+            os.close(pidfd)
+            while client.recv(1 << 16):
+                pass
+        assert node.owner.stats["dropped_clients"] == number, kind
+    # A client that dies between connect and greeting.
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(node.folder / "socket"))
+    engine.complete_store(output.keys_to_store, context)
+    assert engine.lookup(*prompt(1, 4)) == 4
+    engine.owner_figures()
+    node.check()
+
+
+def test_ledger_is_written_before_answers(node, monkeypatch):
+    """What a client knows of its slots is in the ledger when the answer leaves."""
+    node = node(64)
+    engine = node.engine("a")
+    ledger, send = node.owner.pool.ledger, Owner._send
+    seen = []
+
+    def spy(owner, connection, data):
+        for frame in protocol.FrameReader().feed(data):
+            if frame.op == protocol.SLOTS:
+                slots = protocol.unpack_slots(frame.payload)
+                seen.append([int(ledger.state[slot]) for slot in slots] == [1] * len(slots) and slots != [])
+            elif frame.op == protocol.HELD and len(frame.payload) > 4:
+                slots = protocol.unpack_slots(frame.payload[4:])
+                seen.append(all(ledger.readers[slot] for slot in slots))
+        send(owner, connection, data)
+
+    monkeypatch.setattr(Owner, "_send", spy)
+    turn(engine, *prompt(1, 8))
+    assert engine.lookup(*prompt(1, 8)) == 8
+    assert seen == [True, True]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "another version", "pool missing", "none"])
+def test_new_owner_keeps_whole_pool_only(node, damage):
+    node = node(64)
+    engine = node.engine("a")
+    turn(engine, *prompt(1, 20))
+    engine.owner_figures()
+    node.stop()
+    ledger = node.folder / "ledger"
+    if damage == "truncated":
+        os.truncate(ledger, ledger.stat().st_size - 1)
+    elif damage == "another version":
+        ledger.write_bytes(ledger.read_bytes().replace(b"KVNODE01", b"KVNODE00", 1))
+    elif damage == "pool missing":
+        (node.folder / "pool").unlink()
+    node.start()
+    engine.status(key_of(9, 9), ReqContext())
+    wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready or engine.refusal)
+    if damage == "none":
+        assert engine.lookup(*prompt(1, 20)) == 20
+        node.check()
+    else:
+        assert "the pool was made anew" in engine.refusal
+        assert engine.lookup(*prompt(1, 20)) == 0
+        assert node.engine("b").lookup(*prompt(1, 20)) == 0
+
+
+def test_owner_outage_delays_engine_once(folder):
+    """A stopped owner, then a killed one: one call waits for at most 50 ms, then all miss until it is back."""
+    identity = {"num_blocks": 256, "block_bytes": 64, "block_size": 16}
+    engine = NodeManager(folder, greeting("a", identity, {"cache_policy": "lru"}))
+    turn(engine, *prompt(1, 20))
+    held = prompt(1, 20)
+    assert wait_for(lambda: engine.on_schedule_end() or engine.lookup(*prompt(1, 20))) == 20
+    assert engine.lookup(*held) == 20
+    for end, again in ((signal.SIGSTOP, signal.SIGCONT), (signal.SIGKILL, None)):
+        pid = wait_for(lambda: engine.on_schedule_end() or engine.owner_figures())["pid"]
+        os.kill(pid, end)
+        times = []
+        for _ in range(20):
+            start_s = time.monotonic()
+            assert engine.lookup(*prompt(1, 20)) == 0
+            assert engine.prepare_store([key_of(2, 0)], ReqContext()) is None
+            engine.on_schedule_end()
+            times.append(time.monotonic() - start_s)
+            if again is None and engine._link.is_ready:
+                break
+        # The machine may be busy with other work, so a single slow step is forgiven.
+        assert sorted(times)[-2] < 0.02
+        assert sorted(times)[-1] < 0.5
+        if again:
+            os.kill(pid, again)
+        wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
+        assert wait_for(lambda: engine.on_schedule_end() or engine.lookup(*prompt(1, 20))) == 20
+    assert engine.parts()[1].stats.outages >= 2
+    slots = engine.prepare_load(*held).block_ids.tolist()
+    assert len(slots) == 20
+    engine.complete_load(*held)
+    figures = wait_for(lambda: engine.on_schedule_end() or engine.owner_figures())
+    engine.shutdown()
+    os.kill(figures["pid"], signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_owner_process_ends_without_engines_and_has_no_torch(folder):
+    code = (
+        "import sys, threading\n"
+        "from pathlib import Path\n"
+        "from kvcache.node import owner\n"
+        "serving = owner.Owner(Path(sys.argv[1]), linger_s=2.0)\n"
+        "serving.run()\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'vllm') or 'kvcache.lab' in name])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    wait_for((folder / "socket").exists)
+    engine_code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from kvcache.node.client import NodeManager, greeting\n"
+        "identity = {'num_blocks': 4, 'block_bytes': 64, 'block_size': 16}\n"
+        "NodeManager(Path(sys.argv[1]), greeting('a', identity, {'cache_policy': 'lru'}), starts_owner=False)\n"
+    )
+    subprocess.run([sys.executable, "-c", engine_code, str(folder)], check=True)
+    assert process.communicate(timeout=20)[0] == "[]\n"
+    assert sorted(path.name for path in folder.iterdir()) == ["lock", "owner.lock"]
+
+
+def test_kills_amid_copies_lose_nothing(tmp_path):
+    name = f"test-kills-{os.getpid()}"
+    words = [sys.executable, str(KILLS), name, "8", "4", str(tmp_path / "disk")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["wrong"] == 0
