@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.block import ABSENT, ASK_AGAIN, PENDING, READY
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats, NodeStats, Part
@@ -31,7 +32,6 @@ from kvcache.node import protocol
 from kvcache.node.protocol import MULTI, PLACES, POLL, Frame, FrameReader, pack, pack_hello, pack_keys
 from kvcache.request import HintReader, ReqContext
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
-from kvcache.tiering.pending import ABSENT, ASK_AGAIN, PENDING, READY
 from kvcache.transfer.shared_file import SharedBlocks
 
 _LOG = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.block import ABSENT, ASK_AGAIN, PENDING, READY
 from kvcache.control.cpu import CPUOffloadingManager
-from kvcache.node.ledger import OWNER, PENDING, READY, Ledger, PoolLedger
+from kvcache.node.ledger import OWNER, Ledger, PoolLedger
 from kvcache.node.protocol import (
     ACQUIRE,
     DONE,
@@ -36,8 +37,6 @@ from kvcache.node.protocol import (
 )
 from kvcache.request import ReqContext, Retention, parse_hint
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiering.pending import ABSENT, ASK_AGAIN
-from kvcache.tiering.pending import PENDING as COMING
 
 MAX_SHARE = 0.5
 """Share of the pool that the leases of one engine may hold."""
@@ -194,9 +193,9 @@ class NodeLeases:
         num_ready = self.manager.lookup(keys, lease.context)
         if num_ready is None:
             return self._answer(engine, lease, frame.request, [], ASK_AGAIN)
-        is_coming = self.manager.pool.states(keys[num_ready : num_ready + 1]) == bytes([COMING])
+        is_coming = self.manager.pool.states(keys[num_ready : num_ready + 1]) == bytes([PENDING])
         ready = keys if num_ready == len(keys) else keys[:num_ready]
-        return self._answer(engine, lease, frame.request, ready, COMING if is_coming else ABSENT)
+        return self._answer(engine, lease, frame.request, ready, PENDING if is_coming else ABSENT)
 
     def _look_up(self, engine: EngineLeases, frame: Frame) -> bytes:
         """Look up one key of a prompt, in tiers, too."""

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.block import ABSENT, PENDING, READY
 from kvcache.control.watch import Watch
 from kvcache.node.protocol import MAX_KEY_BYTES, start_ticks
 from kvcache.request import ReqContext
 from kvcache.specs import PrepareStoreOutput
 
-EMPTY, PENDING, READY = range(3)
 MAX_ENGINES, MAX_PROCESSES = 64, 1024
 OWNER = 255
 """The writer of blocks that no living engine wrote: promotions, and blocks of engines that have ended."""
@@ -94,7 +94,7 @@ class Ledger:
 
     def begin(self, slots: Any, keys: list[bytes], writer: int) -> None:
         """Record that slots belong to a writer, which fills them with the blocks of `keys`."""
-        self.state[slots] = EMPTY  # while the key changes
+        self.state[slots] = ABSENT  # while the key changes
         self.readers[slots] = 0
         self.key[slots] = np.frombuffer(b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys), self.key.dtype)
         self.key_bytes[slots] = [len(key) for key in keys]
@@ -146,7 +146,7 @@ class Ledger:
         """Forget all engines but the living ones, and what they held or wrote."""
         self.readers &= np.uint64(sum(1 << engine for engine in living))
         is_lost = (self.state == PENDING) & ~np.isin(self.writer, np.array(sorted(living), np.uint8))
-        self.state[is_lost] = EMPTY
+        self.state[is_lost] = ABSENT
         for engine in set(range(MAX_ENGINES)).difference(living):
             if self.names[engine].item().strip(b"\0"):
                 self.drop_engine(engine)
@@ -229,7 +229,7 @@ class PoolLedger:
         Unfinished stores of engines in the ledger stay reserved. Slots that engines hold without a block are withheld.
         """
         ledger, pool = self._ledger, self._pool
-        ledger.state[(ledger.state == PENDING) & (ledger.writer == OWNER)] = EMPTY
+        ledger.state[(ledger.state == PENDING) & (ledger.writer == OWNER)] = ABSENT
         # An empty pool hands out its slots in ascending order, so each slot before the last block gets a key.
         slots = range(int(np.flatnonzero(ledger.state).max(initial=-1)) + 1)
         states = ledger.state[: len(slots)].tolist()
@@ -238,7 +238,7 @@ class PoolLedger:
             output = pool.reserve(keys, is_move=True)
             if output is None or output.keys_to_store != keys or output.store_spec.block_ids.tolist() != [*slots]:
                 raise RuntimeError(f"the policy did not take back the {len(keys)} blocks of the ledger")
-            pool.abort([key for key, state in zip(keys, states, strict=True) if state == EMPTY], is_move=True)
+            pool.abort([key for key, state in zip(keys, states, strict=True) if state == ABSENT], is_move=True)
             pool.commit([key for key, state in zip(keys, states, strict=True) if state == READY], is_move=True)
         self.pending = {key: slot for slot, key in enumerate(keys) if states[slot] == PENDING}
         # The blocks of one message have one stamp: a request uses them again, the oldest ones first.
@@ -248,7 +248,7 @@ class PoolLedger:
             req_context = ReqContext()
             pool.touch([keys[slot] for slot in run.tolist()], req_context)
             pool.end_request(req_context)
-        held = np.flatnonzero((ledger.readers != 0) & (ledger.state == EMPTY)).tolist()
+        held = np.flatnonzero((ledger.readers != 0) & (ledger.state == ABSENT)).tolist()
         self._withhold_leased({slot: int(ledger.readers[slot]).bit_count() for slot in held})
 
     def _withhold_leased(self, num_leases: Mapping[int, int]) -> None:
@@ -274,14 +274,14 @@ class PoolLedger:
         return method(keys, *args, **options)
 
     def _abort(self, method: Callable[..., Any], keys: list[bytes], *args: Any, **options: Any) -> Any:
-        self._end(keys, EMPTY)
+        self._end(keys, ABSENT)
         return method(keys, *args, **options)
 
     def _reset(self, method: Callable[[], None]) -> None:
         method()
         self.pending.clear()
         self.withheld.clear()
-        self._ledger.state[:] = EMPTY
+        self._ledger.state[:] = ABSENT
         self._withhold_leased(self._leased())
 
     def _withhold(self, method: Callable[[list[int]], None], slots: list[int]) -> None:
