@@ -69,7 +69,7 @@ class _View:
         # The key that the last look-up began with, the first one that it did not find, and that one's state.
         self.first: bytes | None = None
         self.end: bytes | None = None
-        self.state = ABSENT
+        self.state: int = ABSENT
         self.since_s = 0.0
         self.num_loads = 0
         # The prompt's keys with their end positions, once the request has ended; then whether the owner knows.
