@@ -356,13 +356,8 @@ class TierController:
         """Reset the tier and drop the backlog. If that raises, the tier is not used until a reset works."""
         self.backlog.clear()
         self._uses.clear()
-
-        def reset_now() -> bool:
-            reset_tier(self.tier, version)
-            return True
-
-        is_done = self._faults.call("reset", False, reset_now)
-        self._reset_again = None if is_done else (now_s + self.config.pause_s, version)
+        has_failed = self._faults.call("reset", True, reset_tier, self.tier, version)
+        self._reset_again = (now_s + self.config.pause_s, version) if has_failed else None
 
     def retry_reset(self, now_s: float) -> None:
         """Try a reset that raised again, once a pause is over."""

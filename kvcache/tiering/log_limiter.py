@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from threading import Lock
 
@@ -14,20 +15,19 @@ class LogLimiter:
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._last_s: dict[str, float] = {}
-        self._num_held_back: dict[str, int] = {}
+        # When the last warning of a cause was logged, and how many were left out since then.
+        self._logged: dict[str, tuple[float, int]] = {}
         self._lock = Lock()
 
     def warn(self, cause: str, message: str, *args: object) -> None:
         """Log a warning, unless the last one of this cause is less than a minute old."""
         now_s = time.monotonic()
         with self._lock:
-            last_s = self._last_s.get(cause)
-            if last_s is not None and now_s - last_s < _INTERVAL_S:
-                self._num_held_back[cause] = self._num_held_back.get(cause, 0) + 1
+            last_s, num_held_back = self._logged.get(cause, (-math.inf, 0))
+            if now_s - last_s < _INTERVAL_S:
+                self._logged[cause] = last_s, num_held_back + 1
                 return
-            self._last_s[cause] = now_s
-            num_held_back = self._num_held_back.pop(cause, 0)
+            self._logged[cause] = now_s, 0
         if num_held_back:
             message += f" (and {num_held_back} more since the last warning)"
         self._logger.warning(message, *args)

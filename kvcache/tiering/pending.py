@@ -36,12 +36,6 @@ class PendingRequest:
         """Return whether the request may wait."""
         return not self.is_over and now_s < self.deadline_s
 
-    def try_now(self, keys: list[bytes]) -> None:
-        """Record that the promotion of wanted keys is tried now or given up."""
-        self.tried.update(keys)
-        for key in keys:
-            self.wanted.pop(key, None)
-
 
 _NOBODY = PendingRequest(None, math.inf)
 

@@ -205,7 +205,9 @@ class Promotion:
                 break
             rooms[controller] = room - 1
             batch[key] = controller
-        request.try_now([*given_up, *batch])
+        request.tried.update(given_up, batch)
+        for key in (*given_up, *batch):
+            del request.wanted[key]
         return batch
 
     def _promote(self, request: PendingRequest, batch: dict[bytes, TierController], now_s: float) -> None:

@@ -8,8 +8,9 @@ and persistence. Names, seals and epochs are those of `SharedStoreTier`.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from threading import Lock
@@ -129,8 +130,8 @@ class ValkeyTier(SharedStoreTier):
     ) -> None:
         values = ValkeyOptions(url=url, **options)
         self._address = _address(values.url)
-        self._options = _client_options(values)
-        self._url, self._is_cluster, self._timeout_s = values.url, values.cluster, values.timeout_s
+        self._options = values
+        self._is_cluster, self._timeout_s = values.cluster, values.timeout_s
         self._ttl_ms = None if values.ttl_s is None else max(1, int(values.ttl_s * 1000))
         # One lock, because a cluster's client reads the topology while it is made.
         self._connecting = Lock()
@@ -153,11 +154,8 @@ class ValkeyTier(SharedStoreTier):
     @classmethod
     def unavailable_reason(cls, options: ValkeyOptions) -> str:
         try:
-            client = _client_of(options.url, options.cluster, _client_options(options))
-            try:
+            with closing(_client_of(options)) as client:
                 client.ping()
-            finally:
-                client.close()
         except (ValkeyError, OSError, ValueError) as error:
             return f"{_address(options.url)} cannot be used: {_shown(error)}"
         return ""
@@ -273,7 +271,7 @@ class ValkeyTier(SharedStoreTier):
     def _server(self) -> Any:
         with self._connecting:
             if self._client is None:
-                self._client = _client_of(self._url, self._is_cluster, self._options)
+                self._client = _client_of(self._options)
             return self._client
 
     def _converse(self, names: list[bytes], talk: Callable[[Channel, Sequence[int]], None]) -> None:
@@ -314,26 +312,23 @@ def clear_server(
     `confirm` is called before with the number of names of each model, and with the addresses of other clients, or None
     if the user may not list them. If it raises, nothing is deleted.
     """
-    client = _client_of(values.url, values.cluster, _client_options(values))
+    pattern = prefix.encode() + b"*"
+    # Counted before anything is deleted, so that `confirm` can name what would be lost and who uses it.
+    counts: Counter[str] = Counter()
+    clients: list[str] | None = []
     try:
-        nodes = [client]
-        if values.cluster:
-            nodes = [client.get_valkey_connection(node) for node in client.get_primaries()]
-        pattern = prefix.encode() + b"*"
-        # Counted before anything is deleted, so that `confirm` can name what would be lost and who uses it.
-        counts: dict[str, int] = {}
-        clients: list[str] | None = []
-        for node in nodes:
-            for name in node.scan_iter(match=pattern, count=1000):
-                model = b":".join(name.split(b":")[:2]).decode(errors="replace")
-                counts[model] = counts.get(model, 0) + 1
-            clients = _other_clients(node, clients)
-        confirm(counts, clients)
-        return sum(_unlink(node, pattern) for node in nodes)
+        with closing(_client_of(values)) as client:
+            nodes = [client]
+            if values.cluster:
+                nodes = [client.get_valkey_connection(node) for node in client.get_primaries()]
+            for node in nodes:
+                names = node.scan_iter(match=pattern, count=1000)
+                counts.update(b":".join(name.split(b":")[:2]).decode(errors="replace") for name in names)
+                clients = _other_clients(node, clients)
+            confirm(counts, clients)
+            return sum(_unlink(node, pattern) for node in nodes)
     except (ValkeyError, OSError) as error:
         raise ValueError(f"{_address(values.url)} cannot be used: {_shown(error)}") from None
-    finally:
-        client.close()
 
 
 def _unlink(server: Any, pattern: bytes) -> int:
@@ -363,12 +358,8 @@ def _address(url: str) -> str:
     return f"{parts.hostname or parts.path or 'localhost'}{f':{parts.port}' if parts.port else ''}"
 
 
-def _client_of(url: str, is_cluster: bool, options: dict[str, Any]) -> Any:
-    return (ValkeyCluster if is_cluster else Valkey).from_url(url, **options)
-
-
-def _client_options(values: ValkeyOptions) -> dict[str, Any]:
-    options: dict[str, Any] = {
+def _client_of(values: ValkeyOptions) -> Any:
+    options = {
         "socket_timeout": values.timeout_s,
         "socket_connect_timeout": values.timeout_s,
         # The manager's breaker decides when to try again.
@@ -377,7 +368,8 @@ def _client_options(values: ValkeyOptions) -> dict[str, Any]:
         "password": values.password or os.environ.get(PASSWORD_VARIABLE),
         "ssl_ca_certs": values.ca_file,
     }
-    return {name: value for name, value in options.items() if value}
+    client_type: Any = ValkeyCluster if values.cluster else Valkey
+    return client_type.from_url(values.url, **{name: value for name, value in options.items() if value})
 
 
 def _shown(error: Exception) -> str:

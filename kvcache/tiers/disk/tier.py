@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -235,7 +236,12 @@ class DiskTier(JobTier):
             return
         directory = self._store.directory
         salt = directory.header.salt
-        mark = Background("disk-mark", lambda _: self._mark(directory, salt))
+
+        def mark_void(_: Event) -> None:
+            with suppress(OSError), self._warning_of("reset"):
+                directory.mark_void(salt)
+
+        mark = Background("disk-mark", mark_void)
         mark.stop(_MARK_S)
         self._marks = [thread for thread in [*self._marks, mark] if thread.is_alive]
 
@@ -253,8 +259,14 @@ class DiskTier(JobTier):
         with self._warning_of("flush"):
             if store.directory.is_present(store.fd):
                 store.flush()
-            else:
-                self._give_up(store)
+                return
+            self._is_removed = True
+            reason = f"directory {self.path} was removed"
+            self.set_unavailable(reason)
+            self._warnings.warn("removed", "disk tier: %s", reason)
+            if not os.fstat(store.fd).st_nlink:
+                # Open and deleted, it would take its space until the engine ends.
+                os.ftruncate(store.fd, 0)
 
     def close(self) -> None:
         """Close the files, unless a thread that hangs may still use them."""
@@ -310,19 +322,6 @@ class DiskTier(JobTier):
         if self._store is None:
             raise TierDirectoryError(f"disk tier directory {self.path} is not open yet")
         return self._store
-
-    def _mark(self, directory: TierDirectory, salt: int) -> None:
-        with suppress(OSError), self._warning_of("reset"):
-            directory.mark_void(salt)
-
-    def _give_up(self, store: BlockStore) -> None:
-        self._is_removed = True
-        reason = f"directory {self.path} was removed"
-        self.set_unavailable(reason)
-        self._warnings.warn("removed", "disk tier: %s", reason)
-        if not os.fstat(store.fd).st_nlink:
-            # Open and deleted, it would take its space until the engine ends.
-            os.ftruncate(store.fd, 0)
 
     @contextmanager
     def _warning_of(self, operation: str) -> Iterator[None]:
