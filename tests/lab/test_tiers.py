@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 
@@ -230,7 +231,10 @@ def test_command_shows_hits_by_medium(run, trace, tmp_path):
     rows = list(csv.DictReader(targets["csv"].read_text().splitlines()))
     assert [row["tier2_hit_blocks"] for row in rows] == ["", "", "", "", "6", "6"]
     assert rows[4]["tier2_read_gb_per_s"] != ""
-    assert "nvme 32 KiB + tier 2 1 MiB" in targets["html"].read_text()
+    page = targets["html"].read_text()
+    assert "nvme 32 KiB + tier 2 1 MiB" in page
+    assert re.findall("<h2>(.*)</h2>", page) == ["blocks hit", "TTFT p99, s", "drive writes a day", "price"]
+    assert f"<td>{rows[4]['price'][:5]}" in page.partition("<h2>price")[2]
 
 
 @pytest.mark.parametrize(("rate", "loads", "cuts"), [("1GB/s", 3, 0), ("1KB/s", 0, 3)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,10 +48,7 @@ th, td {{ padding: .25rem .9rem; text-align: right; border-bottom: 1px solid #dd
 <body>
 <h1>{title}</h1>
 {figure}
-<table>
-<tr><th>blocks</th>{heads}</tr>
-{rows}
-</table>
+{tables}
 <p>{footnote}</p>
 </body>
 </html>
@@ -259,20 +256,30 @@ def _points(cells: Sequence[Cell]) -> tuple[list[int], list[float]]:
 
 
 def _page(chart: Chart, svg: str) -> str:
-    lines = _lines(chart)
-    memory_head = () if chart.block_bytes is None else ("memory",)
-    cell_at = {(name, cell.num_blocks): cell for name, cells in lines.items() for cell in cells}
-    rows = []
-    for blocks in _capacities(chart):
-        found = (cell_at.get((name, blocks)) for name in lines)
-        rates = "".join("<td></td>" if cell is None else f"<td>{cell.block_hit_rate:.2%}</td>" for cell in found)
-        memory = "" if chart.block_bytes is None else f"<td>{format_size(blocks * chart.block_bytes)}</td>"
-        rows.append(f"<tr><td>{blocks:,}</td>{memory}{rates}</tr>")
+    figures: dict[str, Callable[[Cell], str]] = {"blocks hit": lambda cell: f"{cell.block_hit_rate:.2%}"}
+    for name, heading in _figures_of(chart).items():
+        # The optimum has no figures.
+        figures[heading] = lambda cell, name=name: "" if cell.policy == OPTIMUM else f"{_figure_of(cell, name):,.3g}"
     return _PAGE.format(
         title=html.escape(chart.title),
         # Remove the XML declaration and the doctype, which are invalid inside a page.
         figure=svg[svg.index("<svg") :],
-        heads="".join(f"<th>{html.escape(name)}</th>" for name in (*memory_head, *lines)),
-        rows="\n".join(rows),
+        tables="\n".join(_table(chart, heading, text_of) for heading, text_of in figures.items()),
         footnote=html.escape(chart.footnote),
     )
+
+
+def _table(chart: Chart, heading: str, text_of: Callable[[Cell], str]) -> str:
+    """Return a figure of every cell as HTML: a row for each capacity, a column for each line."""
+    lines = _lines(chart)
+    text_at = {(label, cell.num_blocks): text_of(cell) for label, cells in lines.items() for cell in cells}
+    rows = [["blocks", "memory", *lines]]
+    for blocks in _capacities(chart):
+        memory = format_size(blocks * (chart.block_bytes or 0))
+        rows.append([f"{blocks:,}", memory, *(text_at.get((label, blocks), "") for label in lines)])
+    if chart.block_bytes is None:
+        rows = [[row[0], *row[2:]] for row in rows]
+    cells = ["".join(f"<td>{html.escape(text)}</td>" for text in row) for row in rows]
+    cells[0] = cells[0].replace("td>", "th>")
+    body = "\n".join(f"<tr>{row}</tr>" for row in cells)
+    return f"<h2>{html.escape(heading)}</h2>\n<table>\n{body}\n</table>"
