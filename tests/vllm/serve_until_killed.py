@@ -84,6 +84,7 @@ def serve_blocks(path, seed, pipe):
 
     engine = EngineTiering([tier_config("disk", path=path, capacity=capacity_for(NUM_SLOTS, PAGE))], num_chunks=32)
     pipe.send(sum(engine.load([key(number)]) for number in range(NUM_BLOCKS)))
+    pipe.send(engine.spec.config.engine_id)
     dice = random.Random(seed)
     while True:
         blocks = [key(number) for number in dice.sample(range(NUM_BLOCKS), 8)]

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import pickle
+import re
 import socket
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+    get_connector_metric_definitions,
+)
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
+    OffloadingHistogramMetadata,
     OffloadingManager,
     OffloadingSpec,
     OffloadingWorker,
@@ -269,6 +277,27 @@ def test_first_report_names_every_counter():
     assert {name: sent[name] for name in counters} == dict.fromkeys(counters, 0)
     assert len(counters) >= 15
     assert sent.keys() <= declared.keys()
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_log_line_shows_what_operators_read(is_busy):
+    line, records = KVConnectorLogging(None), []
+    line.transfer_stats_accumulator = stats = OffloadingConnectorStats()
+    for name, kind in (metric_definitions() | get_connector_metric_definitions()).items():
+        labels = tuple(label.upper() for label in kind.labelnames)
+        if type(kind) is OffloadingHistogramMetadata:
+            stats.observe_histogram(name, 0.12345678901234567, labels)
+        elif type(kind) is OffloadingCounterMetadata:
+            is_fault = re.search("fail|drop|reject|corrupt", name) is not None
+            stats.increase_counter(name, 0 if is_fault else 12_345_678 * is_busy, labels)
+        else:
+            stats.set_gauge(name, 0.12345678901234567, labels)
+    line.log(lambda text, *values: records.append(logging.makeLogRecord({"msg": text, "args": values})))
+    assert len(records[0].getMessage()) > 3000
+    assert bool(logging.getLogger("vllm.v1.metrics.loggers").filter(records[0])) is is_busy
+    assert len(records[0].getMessage()) < 500
+    shown = ("kvcache_needed_blocks=12345678", "kvcache_tier_written_blocks:('TIER', 'MEDIUM')=12345678")
+    assert [text in records[0].getMessage() for text in shown] == [is_busy] * 2
 
 
 def test_get_stats_returns_declared_metrics_and_changes_only():

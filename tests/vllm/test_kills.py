@@ -16,6 +16,7 @@ from serve_until_killed import NUM_SLOTS, serve, store_until_killed
 
 from kvcache.tiers.disk.directory import directory_bytes
 from kvcache.tiers.disk.header import capacity_for
+from kvcache.transfer.shared_file import leftover_files
 
 STRESS = float(os.environ.get("KVCACHE_STRESS", "1"))
 NUM_KILLS, NUM_TIER_KILLS = max(2, round(2 * STRESS)), round(20 * STRESS)
@@ -56,7 +57,7 @@ def test_tier_killed_processes_leave_no_wrong_block(tmp_path, monkeypatch):
     context.set_forkserver_preload(["engine_tiering"])
     dice = random.Random(time.time())
     path = str(tmp_path / "kv")
-    found = []
+    found, regions = [], []
     for seed in range(NUM_TIER_KILLS):
         ours, theirs = context.Pipe()
         process = context.Process(target=store_until_killed, args=(path, seed, theirs), daemon=True)
@@ -66,13 +67,15 @@ def test_tier_killed_processes_leave_no_wrong_block(tmp_path, monkeypatch):
             assert ours.poll(300), "the process did not begin"
             found.append(ours.recv())
             assert type(found[-1]) is int, found[-1]
+            regions.append(Path(f"/dev/shm/vllm_offload_{ours.recv()}.mmap"))
             failed = ours.poll(dice.uniform(0, 0.3))
             assert not failed, ours.recv()
         finally:
             process.kill()
             process.join()
-            for region in Path("/dev/shm").glob("vllm_offload_kvcache-test-*"):
-                region.unlink(missing_ok=True)
+    # Each start removes the host blocks of the killed process before it.
+    assert [region.exists() for region in regions] == [False] * (NUM_TIER_KILLS - 1) + [True]
+    assert regions[-1] in [region for region, _ in leftover_files(remove=True)]
     assert found[0] == 0
     assert max(found) > NUM_SLOTS // 2
     assert directory_bytes(Path(path)) <= capacity_for(NUM_SLOTS, PAGE)

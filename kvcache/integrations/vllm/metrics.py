@@ -5,6 +5,8 @@ vLLM ends if an undeclared name is sent, so declarations and values come from on
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -29,9 +31,36 @@ FULL_INTERVAL_S = 1.0
 MAX_OBSERVATIONS = 256
 """vLLM expects histograms as lists of observations. Above this number per report, an even share is sent."""
 
+# vLLM logs all that it is sent every 10 s, up to 5,000 characters: of ours, these are shown if they are not 0.
+_LINE = "KV Transfer metrics: %s"
+_ENTRY = re.compile(r"vllm:(\w+)(:\([^)]*\))?(_count|_sum)?=([^,]+)")
+_SHOWN = frozenset(
+    "kvcache_needed_blocks kvcache_loaded_blocks kvcache_stored_blocks kvcache_evicted_blocks kvcache_rejected_stores "
+    "kvcache_failed_blocks kvcache_promoted_loaded_blocks kvcache_tier_promoted_blocks kvcache_tier_written_blocks "
+    "kvcache_tier_dropped_blocks kvcache_tier_failed_jobs kvcache_tier_corrupt_blocks".split()
+)
+
+
+def shorten_line(record: logging.LogRecord) -> bool:
+    """Shorten vLLM's line of metrics to the counters that operators read; a filter of its logger.
+
+    Histograms and zeros are left out, and the line if nothing is left. Prometheus has all of them.
+    """
+    if record.msg != _LINE or not isinstance(record.args, tuple):
+        return True
+    shown = []
+    for name, labels, histogram, value in _ENTRY.findall(str(record.args[0])):
+        is_counter = not histogram and not name.endswith(("_count", "_sum"))
+        if is_counter and float(value) and (name in _SHOWN or not name.startswith("kvcache_")):
+            shown.append(f"{name}{labels}={value if value.isdigit() else format(float(value), '.3g')}")
+    record.args = (", ".join(shown),)
+    return bool(shown)
+
 
 def metric_definitions() -> dict[str, Any]:
-    """Return the declarations of all metrics that `MetricsSource` may send."""
+    """Return the declarations of all metrics that `MetricsSource` may send; shorten the log of the process."""
+    # The process that declares metrics also logs them.
+    logging.getLogger("vllm.v1.metrics.loggers").addFilter(shorten_line)
     found: dict[str, Any] = {}
     for one in every_sample(with_transfers=False):  # vLLM has its own metrics of copies
         if one.name in _LEFT_OUT:

@@ -33,6 +33,7 @@ from kvcache.integrations.vllm.metrics import SampleChanges, tier_metric_definit
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.settings import ENGINE_TIER_KEYS, read_tier
 from kvcache.integrations.vllm.startup import use_engine_log
+from kvcache.integrations.vllm.tiered import record_region
 from kvcache.metrics import Part
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
 from kvcache.tiering.tier import TierResult
@@ -101,6 +102,8 @@ class KVCacheTier(SecondaryTierManager):
         num_chunks, self._row_bytes = host_blocks.shape
         max_store_blocks = tier_options.max_store_blocks or max(1, num_chunks // 2)
         settings = replace(settings, config=replace(settings.config, max_store_blocks=max_store_blocks))
+        # Not closed: vLLM removes the region after this tier has ended, and the record goes with the process.
+        self._record = record_region(offloading_spec)
         identity = chunk_fingerprint(offloading_spec, engine_config())
         rank = str(offloading_spec.config.parallel.data_parallel_index)
         tier, self._config = open_tiers((settings,), host_blocks, identity, rank)[0]
