@@ -34,10 +34,9 @@ MAX_OBSERVATIONS = 256
 # vLLM logs all that it is sent every 10 s, up to 5,000 characters: of ours, these are shown if they are not 0.
 _LINE = "KV Transfer metrics: %s"
 _ENTRY = re.compile(r"vllm:(\w+)(:\([^)]*\))?(_count|_sum)?=([^,]+)")
-_SHOWN = frozenset(
-    "kvcache_needed_blocks kvcache_loaded_blocks kvcache_stored_blocks kvcache_evicted_blocks kvcache_rejected_stores "
-    "kvcache_failed_blocks kvcache_promoted_loaded_blocks kvcache_tier_promoted_blocks kvcache_tier_written_blocks "
-    "kvcache_tier_dropped_blocks kvcache_tier_failed_jobs kvcache_tier_corrupt_blocks".split()
+_SHOWN = re.compile(
+    r"kv_offload_.*|kvcache_((needed|loaded|promoted_loaded|stored|evicted|failed)_blocks|rejected_stores"
+    r"|tier_((promoted|written|dropped|corrupt)_blocks|failed_jobs))"
 )
 
 
@@ -51,7 +50,7 @@ def shorten_line(record: logging.LogRecord) -> bool:
     shown = []
     for name, labels, histogram, value in _ENTRY.findall(str(record.args[0])):
         is_counter = not histogram and not name.endswith(("_count", "_sum"))
-        if is_counter and float(value) and (name in _SHOWN or not name.startswith("kvcache_")):
+        if is_counter and float(value) and _SHOWN.fullmatch(name):
             shown.append(f"{name}{labels}={value if value.isdigit() else format(float(value), '.3g')}")
     record.args = (", ".join(shown),)
     return bool(shown)
