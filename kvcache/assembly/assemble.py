@@ -311,6 +311,30 @@ class _PoolOwner(TieredOffloadingManager):
             self.shared.close()
 
 
+def _open_owner(
+    settings: OffloadSettings,
+    shared: SharedBlocks,
+    fingerprint: Mapping[str, Any],
+    rank: str | None,
+    options: dict[str, Any],
+) -> _PoolOwner:
+    """Open the tiers over shared blocks, and their manager with its `options`; if it raises, close all of them."""
+    with ExitStack() as undo:
+        undo.callback(shared.close)
+        tiers = open_tiers(settings.tiers, shared.array, fingerprint, rank)
+        for tier, _ in tiers:
+            undo.callback(tier.shutdown)
+        manager = _PoolOwner(
+            tiers=tiers,
+            deadline_s=settings.lookup_deadline_s,
+            prefill_tokens_per_s=settings.prefill_tokens_per_s,
+            **options,
+        )
+        manager.shared = shared
+        undo.pop_all()
+    return manager
+
+
 def open_manager(
     settings: OffloadSettings,
     *,
@@ -336,41 +360,32 @@ def open_manager(
         if enable_events:
             raise ValueError(f"the engine itself takes the manager's events; remove the exporter {takers[0]}")
         events = True
-    policy, options = settings.cache_policy, settings.manager_options
+    options = {
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "cache_policy": settings.cache_policy,
+        "enable_events": events,
+        "clock": clock,
+        **settings.manager_options,
+    }
     manager: CPUOffloadingManager | TieredOffloadingManager
+    if not settings.tiers:
+        manager = CPUOffloadingManager(**options)
+    else:
+        if shared is None:
+            raise ValueError("tiers need host blocks in shared memory, got shared=None")
+        manager = _open_owner(settings, shared, fingerprint or {}, (labels or {}).get("rank"), options)
+        block_bytes = block_bytes or shared.array.shape[1]
     with ExitStack() as undo:
-        if not settings.tiers:
-            manager = CPUOffloadingManager(block_size, num_blocks, policy, events, clock=clock, **options)
-        else:
-            if shared is None:
-                raise ValueError("tiers need host blocks in shared memory, got shared=None")
-            undo.callback(shared.close)
-            tiers = open_tiers(settings.tiers, shared.array, fingerprint or {}, (labels or {}).get("rank"))
-            for tier, _ in tiers:
-                undo.callback(tier.shutdown)
-            owner = _PoolOwner(
-                block_size,
-                num_blocks,
-                tiers,
-                policy,
-                events,
-                deadline_s=settings.lookup_deadline_s,
-                clock=clock,
-                prefill_tokens_per_s=settings.prefill_tokens_per_s,
-                **options,
-            )
-            owner.shared = shared
-            manager = owner
-            block_bytes = block_bytes or shared.array.shape[1]
+        undo.callback(manager.shutdown)
         if settings.record:
-            recorder = Recorder(
+            Recorder(
                 manager,
                 settings.record,
                 max_bytes=settings.record_max_bytes,
                 salt=settings.record_salt,
                 clock=None if clock is time.monotonic else clock,
             )
-            undo.callback(recorder.stop)
         config = {
             "version": __version__,
             "block_size": block_size,
@@ -382,7 +397,6 @@ def open_manager(
         manager.telemetry = Telemetry(
             manager, block_bytes=block_bytes, labels=labels, config=config, time_calls=settings.time_calls
         )
-        undo.callback(manager.telemetry.close)
         open_exporters(settings, manager.telemetry)
         # Ranks of one engine differ by their labels alone.
         _LOG.info("offloading starts: %s", json.dumps({**manager.telemetry.labels, **config}, default=str))

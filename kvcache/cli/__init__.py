@@ -33,6 +33,7 @@ def build_app() -> typer.Typer:
         cls=LabGroup,
     )
     app.callback()(common.root)
+    # Listed in this order by --help, after the commands of the laboratory.
     for run in (check.check, options.options, status.status, top.top):
         common.add_command(app, run.__name__, run)
     app.add_typer(typer.Typer(help="Measure this machine.", no_args_is_help=True, cls=LabGroup), name="bench")

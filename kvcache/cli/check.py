@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcache.cli import common
+from kvcache.cli.lab import lab_module
 from kvcache.cli.model import ModelOption, read_model
 from kvcache.options import parse_size
 from kvcache.version import __version__
@@ -54,8 +54,7 @@ def check(
     if (config is not None) + (manifest is not None) + device != 1:
         raise ValueError("name one thing to check: a configuration, --manifest FILE, or --device")
     if device:
-        # By name: no file outside `lab` imports it.
-        import_module("kvcache.lab.commands.check_device").check_device(json)
+        lab_module("check_device").check_device(json)
     if manifest is not None:
         from kvcache.cli.manifest import check_manifest
 
@@ -73,7 +72,7 @@ def _report(config: Path, findings: list[Finding], strict: bool, json: str | Non
     from rich.text import Text
 
     table = common.facts_table(
-        (Text(one.level, style=_STYLES[one.level]), one.subject, Text(one.text)) for one in findings
+        (Text(finding.level, style=_STYLES[finding.level]), finding.subject, Text(finding.text)) for finding in findings
     )
     document = {"version": __version__, "config": str(config), "findings": [asdict(finding) for finding in findings]}
     common.report(json, document, f"kvcache {__version__}", table)

@@ -50,21 +50,23 @@ def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | Non
 
     `num_bytes` are those of a block on one of the workers; 0: unknown. `is_latent`: all workers hold the same bytes.
     """
-    given, transfer, is_vllm, has_events, engine_block = _read(config)
+    config_part, transfer, is_vllm, has_events, engine_block = _read(config)
     if not is_vllm:
-        return check_config(given, block_bytes=num_bytes, world_size=workers)
-    faults = [*vllm.connector_faults(transfer), *filter(None, [vllm.spec_fault(given)])]
+        return check_config(config_part, block_bytes=num_bytes, world_size=workers)
+    faults = [*vllm.connector_faults(transfer), *filter(None, [vllm.spec_fault(config_part)])]
     findings = [Finding("error", "connector", f"vLLM would not use kvcache: {fault}") for fault in faults]
-    findings += [Finding(level, "options", text) for level, text in engine_keys.engine_faults(given, engine_block)]
-    findings += check_config(given, block_bytes=num_bytes, world_size=workers, is_vllm=True, is_latent=is_latent)
-    if vllm.is_engine_spec(given) and not engine_keys.has_accelerator():
+    findings += [
+        Finding(level, "options", text) for level, text in engine_keys.engine_faults(config_part, engine_block)
+    ]
+    findings += check_config(config_part, block_bytes=num_bytes, world_size=workers, is_vllm=True, is_latent=is_latent)
+    if vllm.is_engine_spec(config_part) and not engine_keys.has_accelerator():
         findings = [finding for finding in findings if finding.subject != "data plane"]
         findings.append(Finding("error", "data plane", engine_keys.NO_DEVICE))
     findings += _leftover_regions()
-    findings.append(Finding(*describe_release("eviction_policy" in given)))
-    if has_events and not given.get(vllm.SELF_DESCRIBING):
+    findings.append(Finding(*describe_release("eviction_policy" in config_part)))
+    if has_events and not config_part.get(vllm.SELF_DESCRIBING):
         findings.append(Finding("warning", "events", vllm.UNDESCRIBED))
-    if has_events and (larger := vllm.larger_blocks(given, engine_block)):
+    if has_events and (larger := vllm.larger_blocks(config_part, engine_block)):
         findings.append(Finding("warning", "events", larger))
     return findings
 
@@ -143,26 +145,26 @@ def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, boo
     source = "standard input" if str(config) == "-" else str(config)
     try:
         text = typer.get_text_stream("stdin").read() if str(config) == "-" else config.read_text(encoding="utf-8")
-        given = json.loads(text)
+        document = json.loads(text)
     except OSError as error:
         raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not JSON: {error}") from error
-    events = given.get("kv_events_config") if isinstance(given, Mapping) else None
+    events = document.get("kv_events_config") if isinstance(document, Mapping) else None
     has_events = isinstance(events, Mapping) and events.get("enable_kv_cache_events") is True
-    engine_block = given.get("block_size") if isinstance(events, Mapping) else None
+    engine_block = document.get("block_size") if isinstance(events, Mapping) else None
     where = "extra_config"
     outer: Mapping[str, Any] = {}
     for name in _WRAPPERS:
-        if isinstance(given, Mapping) and name in given:
-            outer, given, where = given, given[name], name
-    if where != _WRAPPERS[1] and isinstance(given, Mapping) and "kv_connector" in given:
-        outer, given, where = given, {}, _WRAPPERS[1]  # a connector without options
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where} in {source} must be an object, got {given!r:.200}")
-    is_vllm = where != "extra_config" or "spec_module_path" in given or "secondary_tiers" in given
+        if isinstance(document, Mapping) and name in document:
+            outer, document, where = document, document[name], name
+    if where != _WRAPPERS[1] and isinstance(document, Mapping) and "kv_connector" in document:
+        outer, document, where = document, {}, _WRAPPERS[1]  # a connector without options
+    if not isinstance(document, Mapping):
+        raise ValueError(f"{where} in {source} must be an object, got {document!r:.200}")
+    is_vllm = where != "extra_config" or "spec_module_path" in document or "secondary_tiers" in document
     # What surrounds them is a connector's only if they are its `kv_connector_extra_config`.
-    return given, outer if where == _WRAPPERS[-1] else {}, is_vllm, has_events, engine_block
+    return document, outer if where == _WRAPPERS[-1] else {}, is_vllm, has_events, engine_block
 
 
 def _check_spec(given: Mapping[str, Any]) -> list[Finding]:

@@ -34,12 +34,14 @@ class Frame:
 
     def get(self, name: str, **labels: str) -> float:
         """Return the sum over all components that have these labels; 0 without any."""
-        wanted = labels.items()
-        return sum(value for (one, has), value in self.values.items() if one == name and wanted <= dict(has).items())
+        needed = labels.items()
+        return sum(
+            value for (series, has), value in self.values.items() if series == name and needed <= dict(has).items()
+        )
 
     def components(self, name: str) -> list[dict[str, str]]:
         """Return the labels of each component that reports this."""
-        return [dict(labels) for one, labels in self.values if one == name]
+        return [dict(labels) for series, labels in self.values if series == name]
 
 
 @dataclass(slots=True)
@@ -59,7 +61,7 @@ class History:
     def change(self, name: str, window_s: float, **labels: str) -> tuple[float, float]:
         """Return the growth of a counter over a window, or since the first frame, and the seconds between."""
         last = self.frames[-1]
-        first = next(one for one in self.frames if last.time_s - one.time_s <= window_s)
+        first = next(frame for frame in self.frames if last.time_s - frame.time_s <= window_s)
         return last.get(name, **labels) - first.get(name, **labels), last.time_s - first.time_s
 
     def ratio(self, name: str, of: str, window_s: float) -> float | None:
@@ -77,17 +79,17 @@ def read_socket(path: Path) -> Frame:
     """Return a frame from a status socket."""
     from kvcache.exporters.status import ask
 
-    found = ask(path, "samples", _TIMEOUT_S)
+    answer = ask(path, "samples", _TIMEOUT_S)
     try:
         values = {
             (str(name), _text_of(labels)): float(value)
-            for name, _, labels, value in found["samples"]
+            for name, _, labels, value in answer["samples"]
             if isinstance(value, int | float) and math.isfinite(value)
         }
-        time_s = float(found["time_s"])
+        time_s = float(answer["time_s"])
         if not math.isfinite(time_s):
             raise ValueError(f"time_s must be finite, got {time_s}")
-        return Frame(time_s, values, dict(_text_of(found["labels"])))
+        return Frame(time_s, values, dict(_text_of(answer["labels"])))
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} gave no samples of a kvcache engine") from error
 
@@ -107,12 +109,12 @@ def read_what_if(path: Path) -> WhatIf | None:
     from kvcache.exporters.status import ask
 
     try:
-        found = ask(path, "what_if", 60.0)
-        capacities = [int(one) for one in found["capacities"]]
-        hit_ratios = {str(name): [float(one) for one in ratios] for name, ratios in found["hit_ratios"].items()}
-        if not found["uses"] or any(len(ratios) != len(capacities) for ratios in hit_ratios.values()):
+        answer = ask(path, "what_if", 60.0)
+        capacities = [int(number) for number in answer["capacities"]]
+        hit_ratios = {str(name): [float(number) for number in ratios] for name, ratios in answer["hit_ratios"].items()}
+        if not answer["uses"] or any(len(ratios) != len(capacities) for ratios in hit_ratios.values()):
             return None
-        return WhatIf(str(found["policy"]), int(found["num_blocks"]), capacities, hit_ratios)
+        return WhatIf(str(answer["policy"]), int(answer["num_blocks"]), capacities, hit_ratios)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None  # made without, or of a version that answers otherwise
 
@@ -180,7 +182,7 @@ def parse_metrics(text: str, time_s: float, where: str) -> Frame:
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                prefix = next((one for one in _PREFIXES if sample.name.startswith(one)), None)
+                prefix = next((start for start in _PREFIXES if sample.name.startswith(start)), None)
                 if prefix is None:
                     continue
                 labels = dict(sample.labels)

@@ -14,6 +14,11 @@ _COMMANDS = {
 }
 
 
+def lab_module(name: str) -> Any:
+    """Return a module of the laboratory's commands: loaded here alone and by name, as no file outside imports it."""
+    return import_module(f"kvcache.lab.commands.{name}")
+
+
 class LabGroup(TyperGroup):
     """A group of the laboratory's commands, followed by those that were added to it."""
 
@@ -30,6 +35,4 @@ class LabGroup(TyperGroup):
         if cmd_name not in self._lab_names:
             return super().get_command(ctx, cmd_name)
         group = "" if self.name not in _COMMANDS else f"{self.name}_"
-        # By name: no file outside `lab` imports it.
-        lab: Any = import_module("kvcache.lab.commands.mount")
-        return lab.build_command(cmd_name, group + cmd_name.replace("-", "_"))
+        return lab_module("mount").build_command(cmd_name, group + cmd_name.replace("-", "_"))

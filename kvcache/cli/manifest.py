@@ -98,6 +98,7 @@ def _check_workload(workload: Mapping[str, Any], manifest: _Manifest) -> Iterato
         if text is None:
             continue
         subject = f"{name}, {container['name']}"
+        # A container that cannot be read does not hide the faults of the next one.
         try:
             placement, folder, unknown = _placement(text)
         except ValueError as error:
@@ -228,10 +229,10 @@ def _check_tier(subject: str, volume: _Volume | None, path: str, capacity_bytes:
 def _volume(path: str, container: Mapping[str, Any], workload: Mapping[str, Any]) -> _Volume | None:
     """Return the volume in which a container finds a path; None if no mount holds it."""
     target = PurePosixPath(path)
-    mounts = [one for one in container.get("volumeMounts") or () if target.is_relative_to(one["mountPath"])]
+    mounts = [entry for entry in container.get("volumeMounts") or () if target.is_relative_to(entry["mountPath"])]
     if not mounts:
         return None
-    mount = max(mounts, key=lambda one: len(PurePosixPath(one["mountPath"]).parts))
+    mount = max(mounts, key=lambda entry: len(PurePosixPath(entry["mountPath"]).parts))
     place = PurePosixPath(mount.get("subPath", "."), target.relative_to(mount["mountPath"]))
     spec = workload["spec"]
     for template in spec.get("volumeClaimTemplates") or ():

@@ -40,9 +40,9 @@ def option_tables() -> dict[str, tuple[str, type[Options]]]:
     for registry in (TIERS, CODECS, EXPORTERS):
         for name in registry.names():
             try:
-                found = getattr(registry.resolve(name), "options_type", None)
+                table = getattr(registry.resolve(name), "options_type", None)
             except ValueError:
                 continue
-            if found is not None and found.declared():
-                tables[name] = (f"{registry.kind.capitalize()} `{name}`", found)
+            if table is not None and table.declared():
+                tables[name] = (f"{registry.kind.capitalize()} `{name}`", table)
     return tables

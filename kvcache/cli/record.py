@@ -46,12 +46,12 @@ def _ask(socket: Path | None, json_target: str | None, **options: Any) -> None:
 
     common.check_writable("--json", json_target)
     path = find_socket(socket)
-    found = ask(path, "record", **options)
+    answer = ask(path, "record", **options)
     try:
-        lines = _lines(found, options["action"])
+        lines = _lines(answer, options["action"])
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"{path} gave no answer about a recording") from error
-    common.report(json_target, found, *map(printable, lines))
+    common.report(json_target, answer, *map(printable, lines))
 
 
 def _lines(found: dict[str, Any], action: str) -> list[str]:

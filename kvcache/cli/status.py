@@ -25,11 +25,11 @@ def status(socket: SocketOption = None, json: common.JsonOption = None) -> None:
 
     common.check_writable("--json", json)
     path = find_socket(socket)
-    found = ask(path, "status")
-    head, rows = _rows(path, found)
+    answer = ask(path, "status")
+    head, rows = _rows(path, answer)
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     lines = [f"{place:<{widths[0]}} {name:<{widths[1]}} {value}" for place, name, value in rows]
-    common.report(json, found, *head, *lines)
+    common.report(json, answer, *head, *lines)
 
 
 def find_socket(path: Path | None) -> Path:
@@ -38,12 +38,12 @@ def find_socket(path: Path | None) -> Path:
         return path
     from kvcache.exporters.status import default_folder, live_sockets
 
-    found = live_sockets()
-    if len(found) != 1:
-        state = "no engine answers" if not found else f"{len(found)} engines answer"
-        listed = "".join(f" --socket {one}" for one in found)
+    sockets = live_sockets()
+    if len(sockets) != 1:
+        state = "no engine answers" if not sockets else f"{len(sockets)} engines answer"
+        listed = "".join(f" --socket {socket}" for socket in sockets)
         raise ValueError(f"{state} in {default_folder()}; name one:{listed or ' --socket PATH'}")
-    return found[0]
+    return sockets[0]
 
 
 def _rows(path: Path, found: Any) -> tuple[list[str], list[list[str]]]:
@@ -75,7 +75,8 @@ def _figure(name: str, value: Any) -> str:
         if not data.count:
             return "0"
         half, most = (
-            common.format_seconds(one) if is_time else f"{one:.3g}" for one in (data.quantile(0.5), data.quantile(0.99))
+            common.format_seconds(seconds) if is_time else f"{seconds:.3g}"
+            for seconds in (data.quantile(0.5), data.quantile(0.99))
         )
         return f"{data.count:,} times, half within {half}, 99 % within {most}"
     if isinstance(value, int | float):

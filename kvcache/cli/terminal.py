@@ -6,4 +6,4 @@ A server may send any text, and a terminal obeys control characters in it.
 
 def printable(text: str) -> str:
     """Return text in which every character that a terminal would obey, or cannot show, is written out."""
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)

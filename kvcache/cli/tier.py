@@ -99,6 +99,7 @@ def clear(
         elif json != "-":
             console.print(text, soft_wrap=True, markup=False, emoji=False)
 
+    # Options of a server would silently do nothing for a folder.
     if "://" in target:
         done = _clear_server(target, prefix, cluster, connected, confirm)
     elif prefix != "kvcache:" or cluster or connected:

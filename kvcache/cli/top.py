@@ -53,6 +53,7 @@ def top(
     history = History()
     history.add(look())
     if once:
+        # Rates need two looks.
         time.sleep(interval)
         history.add(look())
         common.report_console(None).print(view(address, history, ask_what_if() if ask_what_if else None))
@@ -176,6 +177,7 @@ def _media(history: History) -> Table:
         f"{busy:,.0f}",
         "",
     )
+    # Two tiers of one medium need their number, too.
     tiers = frame.components("tier_held_blocks")
     media = [labels.get("medium", "tier") for labels in tiers]
     for medium, labels in zip(media, tiers, strict=True):

@@ -29,7 +29,9 @@ class SamplesCommand(Command):
         return {
             "time_s": snapshot.time_s,
             "labels": dict(snapshot.labels),
-            "samples": [[one.name, one.kind, dict(one.labels), _value(one)] for one in snapshot.samples()],
+            "samples": [
+                [sample.name, sample.kind, dict(sample.labels), _value(sample)] for sample in snapshot.samples()
+            ],
         }
 
 
@@ -61,9 +63,9 @@ def _value(sample: Sample) -> Any:
 def _plain(value: Any) -> Any:
     """Return a value for JSON; values of other types become text."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(part) for part in value]
     if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value)

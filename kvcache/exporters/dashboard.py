@@ -127,6 +127,7 @@ def _panel(entry: dict[str, Any]) -> dict[str, Any]:
     options = dict(_OPTIONS.get(kind, _LINES))
     if kind == "stat" and red is not None:
         options["colorMode"] = "background"
+    # Every query is limited to the engines that the user has chosen.
     chosen = ", ".join(f'{label}=~"${label}"' for label in _CHOSEN)
     return {
         "type": "timeseries" if kind == "bars" else kind,
@@ -177,10 +178,10 @@ def rules(prefix: str = PREFIX, docs_url: str | None = None) -> str:
 def as_markdown_table() -> str:
     """Return every exported metric as the docs show it."""
     rows: dict[str, str] = {}
-    for one in _exported():
-        name = f"{PREFIX}{one.name}{'_total' if one.kind == 'counter' else ''}"
-        labels = ", ".join(f"`{label}`" for label, _ in one.labels)
-        rows.setdefault(name, f"| `{name}` | {one.kind} | {labels} | {one.help} |\n")
+    for sample in _exported():
+        name = f"{PREFIX}{sample.name}{'_total' if sample.kind == 'counter' else ''}"
+        labels = ", ".join(f"`{label}`" for label, _ in sample.labels)
+        rows.setdefault(name, f"| `{name}` | {sample.kind} | {labels} | {sample.help} |\n")
     return "| name | kind | labels | meaning |\n|---|---|---|---|\n" + "".join(rows.values())
 
 

@@ -68,13 +68,13 @@ def default_folder() -> Path:
 
 def live_sockets() -> list[Path]:
     """Return the sockets in the default folder that an engine serves, by name; remove those of ended processes."""
-    found = []
+    sockets = []
     for path in sorted(default_folder().glob("status-*.sock")):
         if _is_served(path):
-            found.append(path)
+            sockets.append(path)
         elif not Path("/proc", path.stem.removeprefix("status-")).exists():
             path.unlink(missing_ok=True)
-    return found
+    return sockets
 
 
 def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any) -> Any:
@@ -118,13 +118,13 @@ def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any)
         except OSError as error:
             raise OSError(error.errno, f"{path}: {error.strerror or error}") from error
     try:
-        found = json.loads(answer)
-        is_ok, text = found["ok"], "" if found["ok"] is True else found["error"]
+        document = json.loads(answer)
+        is_ok, text = document["ok"], "" if document["ok"] is True else document["error"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} gave no answer of a kvcache engine: {answer[:100]!r}") from error
     if is_ok is not True:
         raise ValueError(f"{path}: {command}: {text!s:.1000}")
-    return found.get("result")
+    return document.get("result")
 
 
 class StatusServer(Exporter):
@@ -206,17 +206,17 @@ class StatusServer(Exporter):
         if not isinstance(name, str):
             raise ValueError(f"a request must be an object with a command, got {line[:100]!r}")
         command = self._command(name)
-        found = command.options.parse(request, "the request").arguments()
-        return command.run(**{name: value for name, value in found.items() if value is not None})
+        arguments = command.options.parse(request, "the request").arguments()
+        return command.run(**{name: value for name, value in arguments.items() if value is not None})
 
     def _command(self, name: str) -> Command:
         if name not in COMMANDS.names():  # no path to a class of the client's choice
             raise ValueError(f"unknown command {name[:100]!r}, known ones: {', '.join(COMMANDS.names())}")
         with self._lock:
-            found = self._commands.get(name)
-            if found is None:
-                found = self._commands[name] = COMMANDS.resolve(name)(self.telemetry)
-        return found
+            command = self._commands.get(name)
+            if command is None:
+                command = self._commands[name] = COMMANDS.resolve(name)(self.telemetry)
+        return command
 
 
 class _Server(LocalServer):
@@ -297,10 +297,10 @@ def _listen(path: Path, run: Callable[[bytes], Any]) -> _Server:
 
 def _check_socket(path: Path) -> None:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise OSError(error.errno, f"{path}: {error.strerror}") from error
-    if not stat.S_ISSOCK(found.st_mode):
+    if not stat.S_ISSOCK(status.st_mode):
         raise ValueError(f"{path} is no socket")
 
 

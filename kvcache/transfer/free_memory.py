@@ -12,17 +12,17 @@ from pathlib import Path
 def memory_left() -> tuple[int, str] | None:
     """Return the bytes that this process may still allocate, and the name of the limit; None if both are unknown."""
     limits = [limit for limit in (_machine_memory(Path("/")), _cgroup_memory(Path("/"))) if limit is not None]
-    return min(((max(left, 0), source) for left, source in limits), default=None)
+    return min(((max(num_bytes, 0), source) for num_bytes, source in limits), default=None)
 
 
 def check_memory(num_bytes: int) -> None:
     """Raise ValueError with the memory left and the name of the limit if `num_bytes` do not fit."""
-    found = memory_left()
-    if found is not None and num_bytes > found[0]:
-        left, source = found
+    limit = memory_left()
+    if limit is not None and num_bytes > limit[0]:
+        remaining, source = limit
         raise ValueError(
             f"a pool of {num_bytes} bytes ({_gib(num_bytes)} GiB) does not fit into host memory: "
-            f"{left} bytes ({_gib(left)} GiB) are left by {source}"
+            f"{remaining} bytes ({_gib(remaining)} GiB) are left by {source}"
         )
 
 
@@ -47,21 +47,21 @@ def _cgroup_memory(root: Path) -> tuple[int, str] | None:
         text = (root / "proc/self/cgroup").read_text()
     except (OSError, ValueError):
         return None
-    found = []
+    limits = []
     mount = root / "sys/fs/cgroup"
     for controllers, group in re.findall(r"^\d+:([^:]*):(.*)$", text, re.MULTILINE):
         if not controllers:
-            found += _limits(mount, group, "memory.max", "memory.current", "inactive_file", "active_file")
+            limits += _limits(mount, group, "memory.max", "memory.current", "inactive_file", "active_file")
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
-            found += _limits(mount / "memory", group, *names)
-    return min(found, default=None)
+            limits += _limits(mount / "memory", group, *names)
+    return min(limits, default=None)
 
 
 def _limits(mount: Path, group: str, limit_name: str, usage_name: str, *reclaimable: str) -> list[tuple[int, str]]:
     # A container may see its own group at the root of the mount, so every visible level counts.
     path = Path(group.lstrip("/"))
-    found = []
+    limits = []
     for level in (path, *path.parents):
         directory = mount / level
         try:
@@ -72,7 +72,7 @@ def _limits(mount: Path, group: str, limit_name: str, usage_name: str, *reclaima
                 # The kernel drops the page cache before it enforces the limit.
                 counters = dict(zip(stat[::2], stat[1::2], strict=True))
                 usage -= sum(int(counters.get(name, 0)) for name in reclaimable)
-                found.append((int(limit) - usage, f"{directory / limit_name} = {limit}"))
+                limits.append((int(limit) - usage, f"{directory / limit_name} = {limit}"))
         except (OSError, ValueError):
             continue
-    return found
+    return limits

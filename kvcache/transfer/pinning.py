@@ -29,8 +29,8 @@ class Pinning(NamedTuple):
 
 def accelerator() -> torch.device | None:
     """Return the current device of the accelerator, or None if the machine has none."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if device is None else torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def lock(address: int, num_bytes: int, device: torch.device | None) -> str:

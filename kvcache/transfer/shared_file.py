@@ -41,12 +41,12 @@ def private_folder(parent: Path = Path("/dev/shm")) -> Path:
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(0o700)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise ValueError(f"no folder for shared pools can be made at {folder}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise ValueError(f"{folder} must be a folder")
-    _check_private(f"folder {folder}", found)
+    _check_private(f"folder {folder}", status)
     return folder
 
 
@@ -242,6 +242,7 @@ def _open(path: Path) -> int:
         except OSError as error:
             raise ValueError(f"shared pool {path} cannot be made: {error.strerror}") from error
         try:
+            # Without blocking: the name may be that of a FIFO.
             fd = os.open(path, flags | os.O_NONBLOCK)
         except FileNotFoundError:
             continue
@@ -249,10 +250,10 @@ def _open(path: Path) -> int:
             reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
             raise ValueError(f"shared pool {path} cannot be opened: {reason}") from error
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
                 raise ValueError(f"shared pool {path} must be a regular file with one name")
-            _check_private(f"shared pool {path}", found)
+            _check_private(f"shared pool {path}", status)
         except BaseException:
             os.close(fd)
             raise
@@ -295,10 +296,10 @@ def _remove_orphans(path: Path) -> None:
             # Opening a FIFO or a device must not block.
             fd = os.open(other, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                found = os.fstat(fd)
-                is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+                status = os.fstat(fd)
+                is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
                 # Checked under the lock: the name may refer to a new file by now.
-                if is_ours and _lock_whole(fd, fcntl.F_WRLCK) and _is_at(other, found):
+                if is_ours and _lock_whole(fd, fcntl.F_WRLCK) and _is_at(other, status):
                     other.unlink()
             finally:
                 os.close(fd)

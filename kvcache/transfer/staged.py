@@ -165,9 +165,9 @@ class StagedCopyHandler(OffloadingHandler):
         return results
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        wanted = set(job_ids)
+        waited_ids = set(job_ids)
         with self._lock:
-            jobs = [job for job in self._jobs.values() if job.job_id in wanted and job.start is not None]
+            jobs = [job for job in self._jobs.values() if job.job_id in waited_ids and job.start is not None]
         while jobs:
             # The stream runs jobs in order: the last one ends last.
             try:
@@ -287,11 +287,11 @@ def _cut(runs: Ints, first_address: int, piece_bytes: int) -> Ints:
     if not (places // piece_bytes != (places + runs[:, 2] - 1) // piece_bytes).any():
         return runs
     cut = []
-    for host, device, left in runs.tolist():
-        while left:
-            n = min(left, piece_bytes - (host - first_address) % piece_bytes)
+    for host, device, remaining in runs.tolist():
+        while remaining:
+            n = min(remaining, piece_bytes - (host - first_address) % piece_bytes)
             cut.append((host, device, n))
-            host, device, left = host + n, device + n, left - n
+            host, device, remaining = host + n, device + n, remaining - n
     return np.array(cut, np.int64)
 
 
@@ -304,10 +304,10 @@ def _parts(whole: torch.Tensor, firsts: Ints, sizes: Ints) -> list[torch.Tensor]
     lengths[::2] = np.append(firsts, whole.numel()) - np.append(0, firsts + sizes)
     if (lengths < 0).any():
         # A job may name a block twice.
-        found = tuple(whole[first : first + n] for first, n in zip(firsts.tolist(), sizes.tolist(), strict=True))
+        parts = tuple(whole[first : first + n] for first, n in zip(firsts.tolist(), sizes.tolist(), strict=True))
     else:
-        found = whole.split_with_sizes(lengths.tolist())[1::2]
-    return [found[place] for place in np.argsort(order).tolist()]
+        parts = whole.split_with_sizes(lengths.tolist())[1::2]
+    return [parts[place] for place in np.argsort(order).tolist()]
 
 
 def _allocate(num_bytes: int, part_bytes: int, device: torch.device) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ class _Tally:
     sizes: Histogram = field(default_factory=lambda: Histogram(1.0, *JOB_EXPONENTS))
 
     def stats(self) -> TransferStats:
-        histograms = (HistogramData(*one.data()) for one in (self.durations, self.sizes))
+        histograms = (HistogramData(*histogram.data()) for histogram in (self.durations, self.sizes))
         return TransferStats(self.jobs, self.failed_jobs, self.moved_bytes, *histograms)
 
 

@@ -22,15 +22,13 @@ VAGUE = {"one", "found", "given", "fresh", "wanted", "own", "left"}
 LARGE_CLASSES: dict[str, int] = {
     "control/generic_cache.py:GenericBlockCache": 21,
     "control/pool.py:BlockPool": 23,
-    "integrations/vllm/tier.py:KVCacheTier": 19,
     "testing/reference_manager.py:ReferenceManager": 23,
 }
 LARGE_FUNCTIONS: dict[str, int] = {
-    "assembly/assemble.py:open_manager": 70,
     "core/cache.pyx:BlockCache.reserve": 86,
 }
 # Vague local names that are left; the share above replaces it once that is reached. It is only lowered.
-KNOWN_VAGUE = 109
+KNOWN_VAGUE = 28
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

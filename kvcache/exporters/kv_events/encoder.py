@@ -138,18 +138,18 @@ class EventEncoder:
     def _runs(self, hashes: list[bytes], group_idx: int) -> Iterator[tuple[list[bytes], list[Any]]]:
         """Yield hashes in runs with their descriptions: chains of described blocks, or blocks without a description."""
         group = group_idx.to_bytes(4, "big")
-        found = [self._blocks.get(block_hash + group) for block_hash in hashes] if self._blocks else [None]
+        described = [self._blocks.get(block_hash + group) for block_hash in hashes] if self._blocks else [None]
         first = 0
-        for i in range(1, len(found)):
-            before, block = found[i - 1], found[i]
+        for i in range(1, len(described)):
+            before, block = described[i - 1], described[i]
             if before is None or block is None:
                 is_next = before is block
             else:
                 is_next = block.parent == hashes[i - 1] and block.lora == before.lora
             if not is_next:
-                yield hashes[first:i], found[first:i] if before is not None else []
+                yield hashes[first:i], described[first:i] if before is not None else []
                 first = i
-        yield hashes[first:], found[first:] if found[first] is not None else []
+        yield hashes[first:], described[first:] if described[first] is not None else []
 
     def _wire_hashes(self, hashes: list[bytes]) -> list[BlockHash]:
         return as_ints(hashes) if self._has_ints else [*hashes]

@@ -318,6 +318,7 @@ def _run(
     """Send and answer until the publisher is closed or dropped, or its sockets fail; then close the sockets."""
     try:
         while (publisher := reference()) is not None:
+            # Before the look: what is queued before the stop is sent.
             is_last = stopping.is_set()
             publisher._look()
             if is_last:

@@ -68,4 +68,7 @@ def as_ints(hashes: list[bytes]) -> list[BlockHash]:
 
 def _as_bytes(hashes: list[BlockHash]) -> list[bytes]:
     """Return integers, signed or not, as 8 bytes."""
-    return [one if isinstance(one, bytes) else (one % _WORD).to_bytes(_INT_BYTES, "big") for one in hashes]
+    return [
+        block_hash if isinstance(block_hash, bytes) else (block_hash % _WORD).to_bytes(_INT_BYTES, "big")
+        for block_hash in hashes
+    ]

@@ -356,7 +356,7 @@ class PrefixCache:
 
     def _load(self, rows: list[Row], requests: _Requests) -> Hit:
         self._prompt_tokens += sum(len(row.ids) for row in rows)
-        found: list[list[bytes]] = []
+        pinned: list[list[bytes]] = []
         specs: list[Any] = []
         columns, num_pads = rows[0].num_pads + len(rows[0].ids), [row.num_pads for row in rows]
         try:
@@ -367,14 +367,14 @@ class PrefixCache:
                 if length <= min(num_pads):
                     return Hit(self.new_past(), 0, 0, num_pads, [])
                 for pads, (keys, context) in zip(num_pads, requests.each(), strict=True):
-                    wanted = keys[: -(-max(0, length - pads) // self.block_size)]
-                    specs.append(self.manager.prepare_load(wanted, context))
-                    found.append(wanted)
+                    needed = keys[: -(-max(0, length - pads) // self.block_size)]
+                    specs.append(self.manager.prepare_load(needed, context))
+                    pinned.append(needed)
             blocks = [self._read(spec) for spec in specs]
             start = max(0, length - self.block_size) if self.verify else length
             hit = self._layout.unpack(blocks, num_pads, start, length)
         finally:
-            for keys, (_, context) in zip(found, requests.each(), strict=False):
+            for keys, (_, context) in zip(pinned, requests.each(), strict=False):
                 self.manager.complete_load(keys, context)
         self._loaded_tokens += hit.num_tokens
         return hit
@@ -435,11 +435,11 @@ class PrefixCache:
             self._layout.pack(past, row, num_pads + first * self.block_size, stop - first)
             for first, stop in _runs(np.asarray(positions))
         ]
-        left = (packed[0] if len(packed) == 1 else torch.cat(packed)).view(-1)
+        rest = (packed[0] if len(packed) == 1 else torch.cat(packed)).view(-1)
         for first, stop in _runs(spec.block_ids):
             for part in self._pool.parts(first, stop):
-                part.copy_(left[: len(part)])
-                left = left[len(part) :]
+                part.copy_(rest[: len(part)])
+                rest = rest[len(part) :]
 
 
 class _Requests:

@@ -130,6 +130,7 @@ class KVLayout:
                 "length of the whole prompt"
             )
         device = model.get_input_embeddings().weight.device
+        # A causal model computes equal keys for the first token of both prompts.
         run(model, torch.tensor([[0, 1], [0, 0]], device=device), torch.ones(2, 2, device=device), past)
         padded = new_past(model.config)
         run(model, torch.tensor([[0, 0, 1]], device=device), torch.tensor([[0, 1, 1]], device=device), padded)
@@ -300,5 +301,5 @@ def _rope_types(parameters: Any) -> list[str]:
     """Return every rope type in a config; some configs have one per kind of layer."""
     if not isinstance(parameters, dict):
         return []
-    own = [parameters["rope_type"]] if "rope_type" in parameters else []
-    return own + [rope_type for value in parameters.values() for rope_type in _rope_types(value)]
+    types = [parameters["rope_type"]] if "rope_type" in parameters else []
+    return types + [rope_type for value in parameters.values() for rope_type in _rope_types(value)]

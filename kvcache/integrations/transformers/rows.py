@@ -42,6 +42,7 @@ def read_rows(input_ids: Any, attention_mask: Any, vocab_size: int) -> list[Row]
         raise ValueError(f"input_ids must be a tensor of shape (batch, columns), neither 0, got {shape!r}")
     if input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"input_ids must be int64 or int32, got {input_ids.dtype}")
+    # An id outside the embedding would stop a device with an assertion.
     ids = input_ids.detach().cpu().numpy().astype(np.int64, copy=False)
     outside = np.argwhere((ids < 0) | (ids >= vocab_size))
     if len(outside):

@@ -54,14 +54,14 @@ def engine_faults(extra_config: Mapping[str, Any], engine_block: object) -> Iter
     is_engine_spec = settings.is_engine_spec(extra_config)
     keys = EngineSpecKeys if is_engine_spec else EngineKeys
     # Advanced options are ours: vLLM reads none.
-    given = {name: extra_config[name] for name in keys.declared() if name in extra_config}
-    for name in given:
+    values = {name: extra_config[name] for name in keys.declared() if name in extra_config}
+    for name in values:
         try:
-            keys.parse({name: given[name]})
+            keys.parse({name: values[name]})
         except ValueError as error:
             yield "error", str(error)
-    tokens = given.get("block_size")
-    if tokens is not None and given.get("blocks_per_chunk") is not None:
+    tokens = values.get("block_size")
+    if tokens is not None and values.get("blocks_per_chunk") is not None:
         yield "error", f"{settings.WHERE} may have one of 'block_size' and 'blocks_per_chunk', it has both"
     elif type(tokens) is int and tokens > 0:
         known = engine_block if type(engine_block) is int and engine_block > 0 else None
@@ -75,7 +75,7 @@ def engine_faults(extra_config: Mapping[str, Any], engine_block: object) -> Iter
 
 def _spec_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
     tiers = extra_config.get("secondary_tiers")
-    if tiers is not None and (not isinstance(tiers, list) or not all(isinstance(one, Mapping) for one in tiers)):
+    if tiers is not None and (not isinstance(tiers, list) or not all(isinstance(entry, Mapping) for entry in tiers)):
         yield f"secondary_tiers in {settings.WHERE} must be a list of objects, got {tiers!r:.200}"
     threshold = extra_config.get("store_threshold")
     if extra_config.get("spec_name") == settings.ENGINE_SPECS[0] and type(threshold) is int and threshold > 1:

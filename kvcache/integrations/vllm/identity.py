@@ -76,11 +76,11 @@ def chunk_fingerprint(spec: Any, vllm_config: Any) -> dict[str, Any]:
 
     The layout is that of vLLM's files: engines of another parallel topology share blocks if their bytes are equal.
     """
-    found = fingerprint(spec.config, vllm_config)
+    identity = fingerprint(spec.config, vllm_config)
     # Of one rank; FileMapper knows whether the ranks matter.
-    del found["parallel"], found["bytes_per_block"]
+    del identity["parallel"], identity["bytes_per_block"]
     mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=True)
-    return {**found, "chunk": mapper.get_run_config(), "bytes_per_chunk": getattr(spec, "kv_bytes_per_chunk", 0)}
+    return {**identity, "chunk": mapper.get_run_config(), "bytes_per_chunk": getattr(spec, "kv_bytes_per_chunk", 0)}
 
 
 def engine_config() -> Any:
@@ -91,16 +91,16 @@ def engine_config() -> Any:
     """
     frame = inspect.currentframe()
     while frame is not None:
-        found = frame.f_locals.get("vllm_config")
-        if hasattr(found, "model_config"):
-            return found
+        config = frame.f_locals.get("vllm_config")
+        if hasattr(config, "model_config"):
+            return config
         frame = frame.f_back
     return get_current_vllm_config_or_none()
 
 
 def _model_of(model_config: Any, load_config: Any) -> dict[str, Any]:
     hf_config = _without(_NOT_OF_MODEL, model_config.hf_config.to_diff_dict())
-    found: dict[str, Any] = {
+    model: dict[str, Any] = {
         "weights": _weights_of(model_config, load_config),
         "quantization": [model_config.quantization, _plain(getattr(model_config, "quantization_config", None))],
         "compute_dtype": str(model_config.dtype),
@@ -110,8 +110,8 @@ def _model_of(model_config: Any, load_config: Any) -> dict[str, Any]:
     }
     if any(rope_type in json.dumps(hf_config, default=str) for rope_type in ("longrope", "dynamic")):
         # The rotary embedding is chosen by the longest prompt that the engine allows.
-        found["max_model_len"] = model_config.max_model_len
-    return found
+        model["max_model_len"] = model_config.max_model_len
+    return model
 
 
 def _weights_of(model_config: Any, load_config: Any) -> str:

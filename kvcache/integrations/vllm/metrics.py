@@ -60,24 +60,24 @@ def metric_definitions() -> dict[str, Any]:
     """Return the declarations of all metrics that `MetricsSource` may send; shorten the log of the process."""
     # The process that declares metrics also logs them.
     logging.getLogger("vllm.v1.metrics.loggers").addFilter(shorten_line)
-    found: dict[str, Any] = {}
-    for one in every_sample(with_transfers=False):  # vLLM has its own metrics of copies
-        if one.name in _LEFT_OUT:
+    definitions: dict[str, Any] = {}
+    for sample in every_sample(with_transfers=False):  # vLLM has its own metrics of copies
+        if sample.name in _LEFT_OUT:
             continue
-        names = tuple(name for name, _ in one.labels)
-        if isinstance(one.value, HistogramData):
-            metadata: Any = OffloadingHistogramMetadata(one.help, names, one.value.bounds)
-        elif one.kind == "counter":
-            metadata = OffloadingCounterMetadata(one.help, names)
+        names = tuple(name for name, _ in sample.labels)
+        if isinstance(sample.value, HistogramData):
+            metadata: Any = OffloadingHistogramMetadata(sample.help, names, sample.value.bounds)
+        elif sample.kind == "counter":
+            metadata = OffloadingCounterMetadata(sample.help, names)
         else:
-            metadata = OffloadingGaugeMetadata(one.help, names)
-        found[_PREFIX + one.name] = metadata
-    return found
+            metadata = OffloadingGaugeMetadata(sample.help, names)
+        definitions[_PREFIX + sample.name] = metadata
+    return definitions
 
 
 def tier_metric_definitions() -> dict[str, Any]:
     """Return the declarations of the metrics of one tier."""
-    return {name: one for name, one in metric_definitions().items() if name.startswith(f"{_PREFIX}tier_")}
+    return {name: metadata for name, metadata in metric_definitions().items() if name.startswith(f"{_PREFIX}tier_")}
 
 
 class SampleChanges:

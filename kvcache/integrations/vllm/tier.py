@@ -48,12 +48,14 @@ _DRAIN_WARNING_S = 5.0
 class _Request(EngineRequest):
     """A request of the engine, and its keys in the order in which vLLM looks them up."""
 
-    __slots__ = ("_keys", "_place_of")
+    __slots__ = ("_keys", "_place_of", "failed")
 
     def __init__(self, req_context: Any, has_positions: bool) -> None:
         super().__init__(req_context, has_positions)
         self._keys: list[bytes] = []
         self._place_of: dict[bytes, int] = {}
+        # Keys that the tier did not load: a second promotion would fail like the first one, and the request never run.
+        self.failed: set[bytes] = set()
 
     def keys_from(self, key: bytes) -> list[bytes]:
         """Return `key` and the next keys of the prompt, `_LOOKUP_KEYS` at most."""
@@ -106,23 +108,20 @@ class KVCacheTier(SecondaryTierManager):
         self._record = record_region(offloading_spec)
         identity = chunk_fingerprint(offloading_spec, engine_config())
         rank = str(offloading_spec.config.parallel.data_parallel_index)
-        tier, self._config = open_tiers((settings,), host_blocks, identity, rank)[0]
+        tier, config = open_tiers((settings,), host_blocks, identity, rank)[0]
         # vLLM has reserved the host blocks of every load, so only stores are bounded.
         budget = HostBudget(2 * num_chunks)
-        self._controller = TierController(tier, self._config, 2 * num_chunks, 1, budget)
+        self._controller = TierController(tier, config, 2 * num_chunks, 1, budget)
         self._release = installed_release()
         if self._release.load_source and tier.medium != "DISK":
             from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
             self.cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
         self.locality = None if tier_options.locality is None else Locality(tier_options.locality)
-        self._kind = tier_options.kind
-        self._policy = OffloadPolicy(tier_options.offload_policy)
-        self._sends_events = tier_options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
-        self._events: list[OffloadingEvent] = []
+        self._options = tier_options
+        has_events = tier_options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] | None = [] if has_events else None
         self._requests: dict[str, _Request] = {}
-        # By request: the keys that this tier failed to load.
-        self._failed: dict[str, set[bytes]] = {}
         # Of the current step.
         self._answers: dict[bytes, LookupResult] = {}
         self._engine_jobs: dict[int, tuple[str, list[bytes]]] = {}
@@ -138,16 +137,14 @@ class KVCacheTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         self._requests[req_context.req_id] = _Request(req_context, self._release.key_positions)
-        return RequestOffloadingContext(policy=self._policy)
+        return RequestOffloadingContext(policy=OffloadPolicy(self._options.offload_policy))
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         answer = self._answers.get(key)
         if answer is None:
             answer = self._look_up(key, req_context)
-        if self._failed and key in self._failed.get(req_context.req_id, ()):
-            # A second promotion would fail like the first one, and the request would never run.
-            return LookupResult.MISS
-        return answer
+        request = self._requests.get(req_context.req_id)
+        return LookupResult.MISS if request is not None and key in request.failed else answer
 
     def _look_up(self, key: bytes, req_context: Any) -> LookupResult:
         # vLLM asks for one key a call, and next for a neighbour, so the answers of a step are found in batches.
@@ -190,7 +187,7 @@ class KVCacheTier(SecondaryTierManager):
             sent,
             [chunk_of[key] for key in sent],
             # A job waits for those before it, which vLLM does not bound as our own manager does.
-            now_s + self._config.deadline_s * (1 + num_under_way / TierConfig.max_store_blocks),
+            now_s + controller.config.deadline_s * (1 + num_under_way / TierConfig.max_store_blocks),
         )
         if not room or not controller.send(job, now_s):
             self._end_job(job, TierResult(job.job_id), now_s)
@@ -223,8 +220,8 @@ class KVCacheTier(SecondaryTierManager):
             is_whole = len(done) == len(keys)
             if not is_whole:
                 details["successful_keys"] = result.done
-                if req_id in self._requests:
-                    self._failed.setdefault(req_id, set()).update(key for key in keys if key not in done)
+                if (request := self._requests.get(req_id)) is not None:
+                    request.failed.update(key for key in keys if key not in done)
         else:
             # As vLLM's tiers announce them, and some readers need the head of a prompt first.
             self._announce([key for key in keys if key in done], removed=False)
@@ -233,7 +230,7 @@ class KVCacheTier(SecondaryTierManager):
         self._results.append(JobResult(job.job_id, is_whole, transfer_time=seconds, **details))
 
     def _announce(self, keys: list[bytes], removed: bool) -> None:
-        if keys and self._sends_events:
+        if keys and self._events is not None:
             self._events.append(
                 OffloadingEvent(
                     keys=keys, medium=self.medium, removed=removed, locality=self.locality, removal_expected=True
@@ -241,6 +238,8 @@ class KVCacheTier(SecondaryTierManager):
             )
 
     def take_events(self) -> Iterable[OffloadingEvent]:
+        if not self._events:
+            return ()
         events, self._events = self._events, []
         return events
 
@@ -249,7 +248,6 @@ class KVCacheTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: Any) -> None:
         request = self._requests.pop(req_context.req_id, None)
-        self._failed.pop(req_context.req_id, None)
         if request is None:
             return
         if positions := request.positions:
@@ -301,5 +299,5 @@ class KVCacheTier(SecondaryTierManager):
 
     def config_info(self) -> dict[str, Any]:
         stats = self._controller.stats().tier
-        values = (self._kind, stats.medium, stats.num_blocks, stats.num_blocks * self._row_bytes)
+        values = (self._options.kind, stats.medium, stats.num_blocks, stats.num_blocks * self._row_bytes)
         return dict(zip(self.config_info_keys({}), values, strict=True))

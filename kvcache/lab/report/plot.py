@@ -9,6 +9,7 @@ import html
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,11 @@ def _figure(chart: Chart, title: str) -> Figure:
 
 def _figure_of(cell: Cell, name: str) -> float | None:
     return (cell.serving or {}).get(_PRICE) if name == _PRICE else figure_of(cell, name)
+
+
+def _figure_text(name: str, cell: Cell) -> str:
+    # The optimum has no figures.
+    return "" if cell.policy == OPTIMUM else f"{_figure_of(cell, name):,.3g}"
 
 
 def _figures_of(chart: Chart) -> dict[str, str]:
@@ -258,8 +264,7 @@ def _points(cells: Sequence[Cell]) -> tuple[list[int], list[float]]:
 def _page(chart: Chart, svg: str) -> str:
     figures: dict[str, Callable[[Cell], str]] = {"blocks hit": lambda cell: f"{cell.block_hit_rate:.2%}"}
     for name, heading in _figures_of(chart).items():
-        # The optimum has no figures.
-        figures[heading] = lambda cell, name=name: "" if cell.policy == OPTIMUM else f"{_figure_of(cell, name):,.3g}"
+        figures[heading] = partial(_figure_text, name)
     return _PAGE.format(
         title=html.escape(chart.title),
         # Remove the XML declaration and the doctype, which are invalid inside a page.
