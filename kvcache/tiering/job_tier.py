@@ -158,6 +158,18 @@ class JobTier(Medium, Tier):
         """The version of the last reset, None without one."""
         return self._life.version
 
+    # Methods of an engine's door that locks single blocks; any thread may call them.
+
+    def pin(self, keys: list[bytes]) -> list[bytes]:
+        """Keep blocks from being evicted until `unpin`, and return the held ones; each has a reference per call."""
+        with self._lock:
+            return [] if self._life.reason else self._life.catalog.begin_load(keys)[0]
+
+    def unpin(self, keys: list[bytes]) -> None:
+        """Release the references of `pin`."""
+        with self._lock:
+            self._life.catalog.end_load(keys)
+
     # Methods that a manager calls.
 
     def lookup(self, keys: list[bytes]) -> int | None:

@@ -97,6 +97,9 @@ class KeyedStore:
         Labels of the store's metrics.
     staging_bytes : int
         Memory for blocks on their way, which is rounded to a few whole blocks.
+    on_change : callable, optional
+        Called with the keys of blocks that were stored or found at the start, and of those that were removed before
+        them, under the store's lock; it must not call the store.
 
     Notes
     -----
@@ -105,7 +108,13 @@ class KeyedStore:
     """
 
     def __init__(
-        self, open_tier: OpenTier, block_bytes: int, *, labels: Labels = (), staging_bytes: int = STAGING_BYTES
+        self,
+        open_tier: OpenTier,
+        block_bytes: int,
+        *,
+        labels: Labels = (),
+        staging_bytes: int = STAGING_BYTES,
+        on_change: Callable[[list[bytes], list[bytes]], None] | None = None,
     ) -> None:
         self.block_bytes = check_int("block_bytes", block_bytes)
         # Aligned rows of whole pages let a disk tier pass the page cache by.
@@ -120,6 +129,7 @@ class KeyedStore:
         self._results: dict[int, TierResult] = {}
         self._lock = RLock()
         self._is_closed = False
+        self._on_change = on_change
         tier, config = open_tier(self._rows)
         self._config = replace(config, max_store_blocks=num_rows, arbiter=False)
         self._controller = TierController(tier, self._config, 2 * num_rows, 1, HostBudget(num_rows))
@@ -227,6 +237,8 @@ class KeyedStore:
         controller = self._controller
         controller.retry_reset(now_s)
         for job, result in controller.get_finished(MAX_STEP_BLOCKS, now_s):
+            if self._on_change is not None:
+                self._on_change([] if job is not None and job.is_load else result.done, result.removed)
             if job is None:
                 continue
             if job.is_overdue:

@@ -175,6 +175,7 @@ def private_uses(text):
 
 # Names of other packages that have no public equivalent.
 FOREIGN_PRIVATE = {"connection._sock", "t._version", "req_context._offload_key_positions", "sys._current_frames"}
+FOREIGN_PRIVATE |= {f"self._notify_keys_{event}" for event in ("accessed", "deleted", "stored")}  # of LMCache's base
 
 
 @needs_sources

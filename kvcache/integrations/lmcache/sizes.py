@@ -1,0 +1,108 @@
+"""Objects of several sizes in one directory: a store per size, all with the same number of slots."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+from kvcache.assembly.assemble import open_tiers
+from kvcache.integrations.lmcache.settings import MAX_SIZES, L2Settings
+from kvcache.tiering.controller import MAX_STEP_BLOCKS
+from kvcache.tiering.store import KeyedStore
+
+if TYPE_CHECKING:
+    from kvcache.tiering.controller import TierConfig
+    from kvcache.tiering.tier import HostBlocks, Tier
+
+Change = tuple["Objects", list[bytes], list[bytes] | None]
+"""The keys that came, and those that went before; None: all keys went, because the tier was closed."""
+
+
+class Objects:
+    """The objects of one size: the `store`, its `tier`, and the `keys` that the adapter has taken in.
+
+    A value of `keys` says whether LMCache was told. Changes are appended to `changes`.
+    """
+
+    def __init__(self, settings: L2Settings, size: int, num_slots: int, changes: deque[Change]) -> None:
+        self.size = size
+        self.keys: dict[bytes, bool] = {}
+        self._changes = changes
+        self.tier: Any = None
+
+        def open_tier(rows: HostBlocks) -> tuple[Tier, TierConfig]:
+            opened = open_tiers((settings.tier_of(size, num_slots),), rows, {"engine": "lmcache", "bytes": size})[0]
+            self.tier = opened[0]
+            return opened
+
+        self.store = KeyedStore(open_tier, size, labels=(("tier", str(size)),), on_change=self.note)
+        # What the directory held is announced in steps, one for each call.
+        for _ in range(self.store.stats().tier.num_held // MAX_STEP_BLOCKS + 2):
+            self.store.stats()
+
+    def note(self, stored: list[bytes], removed: list[bytes]) -> None:
+        """Add a change."""
+        if stored or removed:
+            self._changes.append((self, stored, removed))
+
+
+class Sizes:
+    """The stores of all object sizes in a directory; ValueError: it cannot be used.
+
+    `on_replace` is called when a size was opened again with fewer slots, with its objects before and after.
+    """
+
+    def __init__(self, settings: L2Settings, on_replace: Callable[[Objects, Objects], None]) -> None:
+        self.changes: deque[Change] = deque()
+        self.refused: set[int] = set()
+        self._settings = settings
+        self._on_replace = on_replace
+        self._by_size: dict[int, Objects] = {}
+        self._lock = RLock()
+        try:
+            self._open(settings.sizes_found())
+        except BaseException:
+            self.close()
+            raise
+
+    def all(self) -> list[Objects]:
+        """Return the objects of every size."""
+        return list(self._by_size.values())
+
+    def get(self, size: int) -> Objects | None:
+        """Return the objects of a size, None if there are none."""
+        return self._by_size.get(size)
+
+    def opened(self, size: int) -> Objects:
+        """Return the objects of a size; its first object gives each size a new share. ValueError: it is not stored."""
+        with self._lock:
+            if size in self.refused:
+                raise ValueError(f"objects of {size} bytes are not stored")
+            if size not in self._by_size:
+                try:
+                    if len(self._by_size) >= MAX_SIZES:
+                        raise ValueError(f"objects have more than {MAX_SIZES} sizes, not stored: {size} bytes")
+                    self._open([*self._by_size, size])
+                except ValueError:
+                    self.refused.add(size)
+                    raise
+            return self._by_size[size]
+
+    def close(self) -> None:
+        """Close the stores."""
+        for objects in self.all():
+            objects.store.close()
+
+    def _open(self, sizes: list[int]) -> None:
+        num_slots = self._settings.num_slots(sizes) if sizes else 0
+        # A new size comes last, when the others have shrunk.
+        for size in sizes:
+            before = self._by_size.pop(size, None)
+            if before is not None:
+                before.store.close()
+                self.changes.append((before, [], None))
+            self._by_size[size] = Objects(self._settings, size, num_slots, self.changes)
+            if before is not None:
+                self._on_replace(before, self._by_size[size])

@@ -1,0 +1,233 @@
+"""KVCacheL2 as LMCache's controllers call it: sizes, locks, capacity, restarts, damage, and a disk that fails."""
+
+import errno
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+from l2_harness import Harness, MemoryObject, answer, content, object_key
+
+from kvcache.tiers.disk.block_store import BlockStore
+
+MIB = 1 << 20
+
+
+def disk_bytes(path):
+    return sum(entry.lstat().st_blocks * 512 for entry in [path, *path.rglob("*")])
+
+
+def objects(numbers, num_bytes=MIB // 4, **names):
+    return {object_key(n, **names): content([n, num_bytes, *map(ord, str(names))], num_bytes) for n in numbers}
+
+
+def test_objects_of_all_names_come_back(harness):
+    l2, every = harness(), {}
+    names = [{}, {"model": "org-SEP-m"}, {"salt": "s" * 128}, {"rank": 7}, {"group": 3}, {"model": "m" * 4000}]
+    for name in names:
+        for stored in (objects(range(4), **name), objects(range(4, 8), 100_000, **name)):
+            assert l2.store(stored) == sum(map(len, stored.values()))
+            every.update(stored)
+    assert l2.store(objects(range(4))) == 0  # held already
+    salts = ("", "s" * 128)
+    expected = {salt: sum(len(array) for key, array in every.items() if key.cache_salt == salt) for salt in salts}
+    for _ in range(2):
+        assert l2.look_up([object_key(99), *every, object_key(98)]) == list(range(1, len(every) + 1))
+        assert l2.load(every) == list(range(len(every)))
+        assert sorted(l2.keys(), key=repr) == sorted(every, key=repr)
+        assert l2.usage() == expected
+        # As after a restart.
+        l2.adapter.close()
+        l2 = harness()
+    assert l2.load({object_key(0): content(0, 100_000)}) == []  # of another size
+
+
+def test_capacity_holds_and_locked_objects_stay(harness, tmp_path):
+    l2 = harness(capacity="24MiB")
+    locked = objects(range(3))
+    assert l2.store(locked) > 0
+    assert l2.look_up(list(locked)) == [0, 1, 2]
+    for first in range(3, 150, 7):
+        numbers = range(first, first + 7)
+        assert l2.store(objects(numbers)) > 0
+        assert l2.store(objects(numbers, 3 * MIB // 8)) > 0
+        assert disk_bytes(tmp_path / "l2") <= 24 * MIB
+        assert sum(l2.usage().values()) <= 24 * MIB
+        l2.load(objects(range(first, first + 2)))
+    assert l2.load(locked) == [0, 1, 2]
+    l2.adapter.delete(list(locked))
+    assert l2.load(locked) == [0, 1, 2]
+    l2.adapter.submit_unlock(list(locked))
+    assert len(l2.keys()) == sum(size["num_held"] for size in l2.adapter.report_status()["sizes"].values())
+
+
+def test_hot_objects_stay_after_restart(harness):
+    l2 = harness(capacity="9MiB")
+    hot = objects(range(8))
+    for numbers in (range(8), range(8, 30)):
+        assert l2.store(objects(numbers)) > 0
+    assert l2.load(hot) == list(range(8))
+    l2.adapter.close()
+    l2 = harness(capacity="9MiB")
+    assert l2.store(objects(range(30, 48))) > 0
+    assert l2.load(hot) == list(range(8))
+
+
+def test_deleted_objects_stay_away(harness):
+    l2 = harness()
+    kept, deleted = objects(range(4)), objects(range(4), salt="tenant")
+    l2.store({**kept, **deleted})
+    listener = Listener()
+    l2.adapter.register_listener(listener)
+    assert listener.keys == {*kept, *deleted}
+    l2.adapter.delete([*deleted, object_key(77)])
+    for _ in range(2):
+        assert l2.load({**kept, **deleted}) == [0, 1, 2, 3]
+        assert l2.usage() == {"": MIB}
+        l2.adapter.close()
+        l2 = harness()
+    assert listener.keys == set(kept)
+    assert l2.store(deleted) == MIB
+    assert l2.load(deleted) == [0, 1, 2, 3]
+
+
+class Listener:
+    """Knows the keys that an adapter told of, as LMCache's eviction does."""
+
+    def __init__(self):
+        self.keys = set()
+
+    def on_l2_keys_stored(self, keys, sizes):
+        self.keys.update(keys)
+
+    def on_l2_keys_deleted(self, keys):
+        self.keys.difference_update(keys)
+
+    def on_l2_keys_accessed(self, keys):
+        assert set(keys) <= self.keys
+
+
+def flip(data, slot_bytes):
+    for start in range(0, len(data), slot_bytes):
+        data[start + 1000] ^= 1
+
+
+def swap(data, slot_bytes):
+    data[: 4 * slot_bytes] = np.roll(data[: 4 * slot_bytes], slot_bytes)
+
+
+def cut(data, slot_bytes):
+    data[:] = 0
+
+
+@pytest.mark.parametrize("damage", [flip, swap, cut])
+@pytest.mark.parametrize("is_live", [True, False])
+def test_damaged_objects_are_misses_until_stored_again(harness, tmp_path, damage, is_live):
+    l2, stored = harness(), objects(range(4))
+    l2.store(stored)
+    for _ in range(0 if is_live else 1):
+        l2.adapter.close()
+    data = np.memmap(tmp_path / "l2" / "objects-262144" / "data", np.uint8, "r+")
+    damage(data, MIB // 4)
+    data.flush()
+    l2 = l2 if is_live else harness()
+    assert l2.load(stored) == []
+    assert l2.usage() == {}
+    assert l2.look_up(list(stored)) == []
+    assert l2.store(stored) == MIB
+    assert l2.load(stored) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("method", ["read_payload", "write_payload"])
+def test_hanging_disk_ends_tasks_and_leaves_memory_alone(harness, monkeypatch, method):
+    l2, gate = harness(deadline_s=0.3, advanced={"pause_s": 0.1}), threading.Event()
+    held, new = objects(range(4)), objects(range(4, 8))
+    l2.store(held)
+    move = getattr(BlockStore, method)
+    monkeypatch.setattr(BlockStore, method, lambda *args: gate.wait(20) and move(*args))
+    start_s, buffers = time.monotonic(), [np.full(MIB // 4, 7, np.uint8) for _ in held]
+    if method == "read_payload":
+        task = l2.adapter.submit_load_task(list(held), list(map(MemoryObject, buffers)))
+        assert answer(lambda: l2.adapter.query_load_result(task)).popcount() == 0
+    else:
+        memory = {key: array.copy() for key, array in new.items()}
+        assert not l2.store(memory).is_successful()
+        for array in memory.values():
+            array[:] = 7  # LMCache uses its memory again, while the tier still writes
+    assert time.monotonic() - start_s < 5
+    assert not l2.adapter.report_status()["is_healthy"]
+    gate.set()
+    time.sleep(0.3)
+    assert all((buffer == 7).all() for buffer in buffers)
+    l2.load(new)  # whole or missing
+    end_s = time.monotonic() + 10
+    while l2.load(held) != [0, 1, 2, 3] or not l2.store(new).is_successful():
+        assert time.monotonic() < end_s
+    assert l2.load(new) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_full_disk_fails_stores_and_loads_go_on(harness, monkeypatch, number):
+    l2, held = harness(advanced={"pause_s": 0.05}), objects(range(4))
+    l2.store(held)
+
+    def refuse(*args):
+        raise OSError(number, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockStore, "write_payload", refuse)
+        assert not l2.store(objects(range(4, 8))).is_successful()
+        assert l2.load(held) == [0, 1, 2, 3]
+        assert l2.look_up([object_key(5)]) == []
+    time.sleep(0.1)
+    assert l2.store(objects(range(4, 8))) == MIB
+
+
+def test_removed_directory_is_reported_and_raises_nothing(harness, tmp_path):
+    l2, held = harness(advanced={"flush_interval_s": 0.05}), objects(range(4))
+    l2.store(held)
+    shutil.rmtree(tmp_path / "l2")
+    end_s = time.monotonic() + 10
+    while l2.adapter.report_status()["is_healthy"]:
+        assert time.monotonic() < end_s
+    assert l2.look_up(list(held)) == []
+    assert l2.load(held) == []
+    assert not l2.store(objects(range(9))).is_successful()
+    assert not l2.store(objects(range(9), 100_000, salt="new")).is_successful()
+    l2.adapter.delete(list(held))
+
+
+def test_names_of_objects_that_left_make_room(harness, tmp_path):
+    l2 = harness(capacity="4MiB")
+    for number in range(300):
+        salt = f"{number:0>128}"
+        assert l2.store(objects([number], salt=salt)) > 0
+    assert (tmp_path / "l2" / "names").stat().st_size <= 4 * MIB // 128
+    assert len(l2.keys()) == l2.adapter.report_status()["sizes"]["262144"]["num_held"] > 8
+
+
+def test_directory_has_one_owner_and_few_sizes(harness, tmp_path):
+    l2 = harness(capacity="24MiB")
+    with pytest.raises(ValueError, match="another process uses it"):
+        harness()
+    for number in range(20):
+        assert l2.store(objects([1], 4096 * (number + 1))).is_successful() == (number < 16)
+    assert not l2.store(objects([2], 25 * MIB)).is_successful()
+    assert len(l2.adapter.report_status()["sizes"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        ({"kind": "valkey"}, "kind of a KVCacheL2 must be one of disk"),
+        ({"capacity": "10KiB"}, "capacity 10240 of a KVCacheL2 must be >="),
+        ({"capacity": "x"}, "capacity in a disk tier"),
+        ({"sizes": 3}, "unknown options"),
+        ({"write_policy": "write_back"}, "does not support write_policy"),
+        ({"read_only": True}, "does not support read_only"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path, params, match):
+    with pytest.raises(ValueError, match=match):
+        Harness(tmp_path, **params)

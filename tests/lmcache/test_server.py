@@ -1,0 +1,57 @@
+"""KVCacheL2 under LMCache's real server with its own client: restarts, kills, damage, colliding names, metrics."""
+
+import urllib.request
+
+import numpy as np
+import pytest
+from l2_harness import PLUGIN, free_port
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_server_serves_whole_objects_after_restarts(serve, tmp_path, monkeypatch, kill):
+    port = free_port()
+    exporter = {"type": "prometheus", "port": port}
+    params = {"kind": "disk", "path": str(tmp_path / "l2"), "capacity": "24MiB", "exporters": [exporter]}
+    adapter = {"type": "plugin", **PLUGIN, "adapter_params": params}
+    adapter["eviction"] = {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.1}
+    server = serve(adapter)
+    names = ["org/m", "org-SEP-m"]
+    helpers = "lmcache.cli.commands.bench.server_bench.helpers._MODEL_NAME"
+    checksums = {}
+    for number, name in enumerate(names):
+        monkeypatch.setattr(helpers, name)
+        server.client.close()
+        server.client.start()
+        for worker in server.client._workers:
+            for tensor in worker.kv_caches.values():
+                tensor.mul_(number + 1)
+        checksums[name] = server.store(1, f"{name} stores")
+        server.settle(8 * (number + 1))
+    assert checksums[names[0]] != checksums[names[1]]
+
+    def ask_all(server, attempt):
+        answers = {}
+        for name in names:
+            monkeypatch.setattr(helpers, name)
+            server.client.close()
+            server.client.start()
+            answers[name] = server.ask(1, f"{name} asks {attempt}")
+        return answers
+
+    expected = {name: (8, checksums[name]) for name in names}
+    assert ask_all(server, "at once") == expected
+    server.stop(kill)
+    server = serve(adapter)
+    eviction = server.status()["storage_manager"]["l2_eviction_controller"]["adapters"][0]
+    assert eviction["total_bytes_used"] == 8 << 20
+    assert ask_all(server, "after a restart") == expected
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+        text = response.read().decode()
+    assert "kvcache_tier_loaded_blocks_total{" in text
+    assert 'tier="524288"' in text
+    data = np.memmap(tmp_path / "l2" / "objects-524288" / "data", np.uint8, "r+")
+    data[::4096] ^= 1
+    data.flush()
+    server.status("/cache/clear", method="POST", data=b"{}", headers={"content-type": "application/json"})
+    assert ask_all(server, "of damaged objects") == {name: (0, []) for name in names}
+    assert server.adapter()["sizes"]["524288"]["corrupt_blocks"] > 0
