@@ -21,10 +21,11 @@ import typer
 
 from kvcache.assembly.assemble import OffloadSettings, TierSettings
 from kvcache.assembly.spec import SpecOptions
+from kvcache.integrations.lmcache.settings import L2Settings
 from kvcache.integrations.vllm import engine_keys
 from kvcache.integrations.vllm import settings as vllm
 from kvcache.integrations.vllm.releases import describe_release
-from kvcache.options import Component, OptionError, format_size, name_unknown, parse_size
+from kvcache.options import Component, OptionError, choice_of, format_size, name_unknown, parse_size
 from kvcache.recorder.files import refusal_of
 from kvcache.registry import EXPORTERS, TIERS
 from kvcache.tiering.controller import TierConfig
@@ -46,11 +47,13 @@ class Finding:
 
 
 def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | None) -> list[Finding]:
-    """Check a JSON file of options, or of a configuration of vLLM that contains them; ``-`` is standard input.
+    """Check a JSON file of options, or of a configuration of vLLM or LMCache that has them; ``-`` is standard input.
 
     `num_bytes` are those of a block on one of the workers; 0: unknown. `is_latent`: all workers hold the same bytes.
     """
     config_part, transfer, is_vllm, has_events, engine_block = _read(config)
+    if config_part.get("module_path") == "kvcache.integrations.lmcache":
+        return _check_l2(config_part)
     if not is_vllm:
         return check_config(config_part, block_bytes=num_bytes, world_size=workers)
     faults = [*vllm.connector_faults(transfer), *filter(None, [vllm.spec_fault(config_part)])]
@@ -165,6 +168,23 @@ def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, boo
     is_vllm = where != "extra_config" or "spec_module_path" in document or "secondary_tiers" in document
     # What surrounds them is a connector's only if they are its `kv_connector_extra_config`.
     return document, outer if where == _WRAPPERS[-1] else {}, is_vllm, has_events, engine_block
+
+
+def _check_l2(adapter: Mapping[str, Any]) -> list[Finding]:
+    """Check an ``--l2-adapter`` of LMCache."""
+    try:
+        for name, value in (("type", "plugin"), ("class_name", "KVCacheL2")):
+            choice_of(value)(f"{name} of an --l2-adapter", adapter.get(name))
+        settings = L2Settings.parse(adapter.get("adapter_params") or {})
+        sizes = settings.sizes_found()
+        num_slots = settings.num_slots(sizes) if sizes else 0
+    except ValueError as error:
+        return _faults(error)
+    findings = [_check_exporter(exporter) for exporter in settings.exporters.exporters]
+    for size in sizes:
+        findings += _check_tier(f"objects of {size} bytes", settings.tier_of(size, num_slots), size)
+    used_bytes = sum(path.lstat().st_blocks * 512 for path in settings.path.rglob("*"))
+    return [*findings, _room("KVCacheL2", settings.path, max(0, settings.capacity - used_bytes))]
 
 
 def _check_spec(given: Mapping[str, Any]) -> list[Finding]:

@@ -180,3 +180,24 @@ def test_check_connector_without_options_is_no_fault_of_its_surroundings(check):
     assert status == 1
     assert "spec_name and spec_module_path must be" in text
     assert "kv_connector must be" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "params", "message"),
+    [
+        ({}, {"capacity": "64MiB"}, ""),
+        ({"class_name": "L2"}, {"capacity": "64MiB"}, "class_name of an --l2-adapter must be one of KVCacheL2"),
+        ({}, {"capacity": "1KiB"}, "capacity 1024 of a KVCacheL2 must be >="),
+        ({}, {"capacity": "64MiB", "read_only": True}, "KVCacheL2 does not support read_only"),
+        ({}, {"capacity": "900PiB"}, "are needed below"),
+    ],
+)
+def test_check_l2_adapter_of_lmcache(tmp_path, changes, params, message):
+    pytest.importorskip("xxhash")
+    from kvcache.cli.findings import check_file
+
+    adapter = {"type": "plugin", "module_path": "kvcache.integrations.lmcache", "class_name": "KVCacheL2", **changes}
+    adapter["adapter_params"] = {"kind": "disk", "path": str(tmp_path / "l2"), **params}
+    (tmp_path / "l2.json").write_text(json.dumps(adapter))
+    errors = [finding.text for finding in check_file(tmp_path / "l2.json", 0, 1, None) if finding.level == "error"]
+    assert [message in error for error in errors] == [True] * bool(message)

@@ -157,7 +157,7 @@ def test_every_configuration_has_valid_options(page, tmp_path):
     from kvcache.cli.findings import check_file
 
     for block in blocks_of(page.read_text()):
-        if block.language == "json" and "cpu_bytes_to_use" in block.text:
+        if block.language == "json" and re.search("cpu_bytes_to_use|KVCacheL2", block.text):
             given = json.loads(block.text)
             (tmp_path / "config.json").write_text(json.dumps(given.get("kv_transfer_config", given)))
             found = check_file(tmp_path / "config.json", 0, 1, None)

@@ -186,3 +186,26 @@ def test_invalid_arguments_change_nothing(gated):
     with pytest.raises(ValueError, match="omit 'write_policy'"):
         open_store(parse_tier({"type": "memory", "capacity": 9000, "write_policy": "write_back"}), BLOCK_BYTES, {})
     assert [part.labels for part in gated.parts()] == [(("tier", "0"), ("medium", "MEMORY"))]
+
+
+def test_changes_are_told_and_pinned_blocks_stay(tmp_path):
+    from kvcache.assembly.assemble import open_tiers
+
+    events, tiers = [], []
+    settings = parse_tier({"type": "disk", "path": str(tmp_path), "capacity": DiskTier.capacity_for(8, 8192)})
+
+    def open_tier(rows):
+        tiers.append(open_tiers((settings,), rows, {})[0])
+        return tiers[-1]
+
+    for count in (8, 16):
+        store = KeyedStore(open_tier, BLOCK_BYTES, on_change=lambda stored, removed: events.append((stored, removed)))
+        tier = tiers[-1][0]
+        assert tier.pin([key_of(0), key_of(99)]) == ([] if count == 8 else [key_of(0)])
+        for number in range(count - 8, count):
+            put(store, [number])
+        held = set()
+        for stored, removed in events:
+            held = (held - set(removed)) | set(stored)
+        assert held == {key_of(n) for n in (range(8) if count == 8 else [0, *range(9, 16)])}
+        store.close()
