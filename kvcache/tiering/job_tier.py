@@ -262,7 +262,8 @@ class JobTier(Medium, Tier):
             if len(keys) != len(block_ids):
                 raise ValueError(f"{len(keys)} keys need as many block ids, got {len(block_ids)}")
             rows = dict(zip(keys, block_ids, strict=True))
-            too_long = [key for key in rows if len(key) > self._max_key_bytes]
+            # A key that is too long was never stored, so loads need not look for one.
+            too_long = [] if is_load else [key for key in rows if len(key) > self._max_key_bytes]
             is_full = self._jobs.num_blocks + len(keys) > self.max_queued_blocks
             placement = None
             if not (is_full or self._life.reason or (self._read_only and not is_load)):
@@ -345,5 +346,7 @@ class JobTier(Medium, Tier):
 
 
 def _without(keys: list[bytes], some: list[bytes]) -> list[bytes]:
+    if not some or len(some) == len(keys):
+        return [] if some else keys
     left_out = set(some)
-    return [key for key in keys if key not in left_out] if len(left_out) < len(keys) else []
+    return [key for key in keys if key not in left_out]
