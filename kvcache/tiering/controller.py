@@ -232,7 +232,8 @@ class TierController:
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Record a use, to be passed to the tier before the next job."""
-        self.backlog.touch(keys)
+        if self.backlog.dirty or self.backlog.missed:
+            self.backlog.touch(keys)
         self._uses.add(keys, req_context)
 
     def end_request(self, req_context: ReqContext) -> None:

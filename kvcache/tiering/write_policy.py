@@ -79,14 +79,13 @@ class Backlog:
     def touch(self, keys: list[bytes]) -> None:
         """Record a use of `keys`, in prefix order."""
         for blocks in (self.dirty, self.missed):
-            if blocks:
-                for key in reversed(keys):
-                    if key in blocks:
-                        blocks.move_to_end(key)
+            for key in reversed(keys):
+                if key in blocks:
+                    blocks.move_to_end(key)
 
     def remove(self, keys: list[bytes]) -> None:
         """Record keys that left host memory; blocks that were still to be written count as dropped."""
-        lost = [key for key in keys if key in self.dirty]
+        lost = [key for key in keys if key in self.dirty] if self.dirty else []
         for key in lost:
             del self.dirty[key]
         if lost:
