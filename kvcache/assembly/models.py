@@ -72,11 +72,16 @@ class Model:
         return f"{self.name}, {self.dtype}, {self.flops_per_s / 1e12:g} TFLOP/s"
 
 
-def _attention(layers: int, kv_heads: int, head_size: int, params: float) -> tuple[int, int, float]:
-    return layers, 2 * kv_heads * head_size, params
+def _attention(layers: int, kv_heads: int, head_size: int, params: float, **others: int) -> dict[str, Any]:
+    return {"num_layers": layers, "values_per_layer": 2 * kv_heads * head_size, "num_params": params, **others}
 
 
-# Layers, values per layer and token, parameters a token passes through; from the models' published configurations.
+def _latent(layers: int, params: float) -> dict[str, Any]:
+    # 512 latent values and a rotary key of 64 per layer.
+    return {"num_layers": layers, "values_per_layer": 576, "num_params": params, "is_latent": True}
+
+
+# Layers, KV heads, head size, and the parameters that a token passes through, of the published configurations.
 _MODELS = {
     "llama-3.1-8b": _attention(32, 8, 128, 8.0e9),
     "llama-3.1-70b": _attention(80, 8, 128, 70.6e9),
@@ -87,11 +92,11 @@ _MODELS = {
     "mistral-7b": _attention(32, 8, 128, 7.2e9),
     "mistral-small-24b": _attention(40, 8, 128, 23.6e9),
     "mixtral-8x7b": _attention(32, 8, 128, 12.9e9),
-    "gemma-2-9b": _attention(42, 8, 256, 9.2e9),
-    "gemma-2-27b": _attention(46, 16, 128, 27.2e9),
-    "gemma-3-4b": _attention(34, 4, 256, 3.9e9),
-    "gemma-3-12b": _attention(48, 8, 256, 11.8e9),
-    "gemma-3-27b": _attention(62, 16, 128, 27.0e9),
+    "gemma-2-9b": _attention(42, 8, 256, 9.2e9, sliding_layers=21),
+    "gemma-2-27b": _attention(46, 16, 128, 27.2e9, sliding_layers=23),
+    "gemma-3-4b": _attention(34, 4, 256, 3.9e9, sliding_layers=29),
+    "gemma-3-12b": _attention(48, 8, 256, 11.8e9, sliding_layers=40),
+    "gemma-3-27b": _attention(62, 16, 128, 27.0e9, sliding_layers=52),
     "phi-4": _attention(40, 10, 128, 14.7e9),
     "yi-34b": _attention(60, 8, 128, 34.4e9),
     "qwen2.5-7b": _attention(28, 4, 128, 7.6e9),
@@ -104,33 +109,18 @@ _MODELS = {
     "qwen3-32b": _attention(64, 8, 128, 32.8e9),
     "qwen3-30b-a3b": _attention(48, 4, 128, 3.3e9),
     "qwen3-235b-a22b": _attention(94, 4, 128, 22.0e9),
-    "gpt-oss-20b": _attention(24, 8, 64, 3.6e9),
-    "gpt-oss-120b": _attention(36, 8, 64, 5.1e9),
-    "qwen3-next-80b-a3b": _attention(12, 2, 256, 3.0e9),
-    "llama-4-scout": _attention(48, 8, 128, 17.0e9),
-    "llama-4-maverick": _attention(48, 8, 128, 17.0e9),
+    "gpt-oss-20b": _attention(24, 8, 64, 3.6e9, sliding_layers=12),
+    "gpt-oss-120b": _attention(36, 8, 64, 5.1e9, sliding_layers=18),
+    "qwen3-next-80b-a3b": _attention(12, 2, 256, 3.0e9, recurrent_layers=36),
+    "llama-4-scout": _attention(48, 8, 128, 17.0e9, sliding_layers=36),
+    "llama-4-maverick": _attention(48, 8, 128, 17.0e9, sliding_layers=36),
     "glm-4.5": _attention(92, 8, 128, 32.0e9),
     "glm-4.5-air": _attention(46, 8, 128, 12.0e9),
     "glm-4.6": _attention(92, 8, 128, 32.0e9),
-    # 512 latent values and a rotary key of 64 per layer.
-    "deepseek-v3": (61, 576, 37.0e9),
-    "deepseek-r1": (61, 576, 37.0e9),
-    "kimi-k2": (61, 576, 32.0e9),
+    "deepseek-v3": _latent(61, 37.0e9),
+    "deepseek-r1": _latent(61, 37.0e9),
+    "kimi-k2": _latent(61, 32.0e9),
 }
-_LATENT = {"deepseek-v3", "deepseek-r1", "kimi-k2"}
-# Layers with a sliding window or a chunk among those of the table, and recurrent layers beside them.
-_SLIDING = {
-    "gemma-2-9b": 21,
-    "gemma-2-27b": 23,
-    "gemma-3-4b": 29,
-    "gemma-3-12b": 40,
-    "gemma-3-27b": 52,
-    "gpt-oss-20b": 12,
-    "gpt-oss-120b": 18,
-    "llama-4-scout": 36,
-    "llama-4-maverick": 36,
-}
-_RECURRENT = {"qwen3-next-80b-a3b": 36}
 COUNTED = (
     "A sliding layer keeps the last tokens of a prompt only: an engine stores and loads at most what is counted. A "
     "recurrent layer keeps a state of fixed size: an engine stores states on top, and hits only where one was stored."
@@ -159,14 +149,7 @@ def model_of(name: str, dtype: str = "bf16") -> Model:
             f"unknown model {name!r}, known ones: {', '.join(_MODELS)}; or the path of its config.json"
             f"{did_you_mean(known, _MODELS)}"
         )
-    return Model(
-        known,
-        *_MODELS[known],
-        dtype=dtype,
-        is_latent=known in _LATENT,
-        sliding_layers=_SLIDING.get(known, 0),
-        recurrent_layers=_RECURRENT.get(known, 0),
-    )
+    return Model(known, dtype=dtype, **_MODELS[known])
 
 
 def _plain(name: str) -> str:

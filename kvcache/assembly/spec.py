@@ -198,17 +198,9 @@ class OffloadingSpec(ABC):
 
     @abstractmethod
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerOf]:
-        """Yield the worker's handlers for its KV cache, as `OffloadingWorker.register_handler` takes them.
+        """Yield the worker's handlers for its `kv_caches`, as `OffloadingWorker.register_handler` takes them.
 
-        Parameters
-        ----------
-        kv_caches : CanonicalKVCaches
-            The worker's KV cache.
-
-        Returns
-        -------
-        iterator of (type, type, OffloadingHandler)
-            Source and destination spec of the handler's jobs, and the handler.
+        Each comes behind the types of the source and the destination of its jobs.
 
         Raises
         ------
@@ -217,14 +209,9 @@ class OffloadingSpec(ABC):
         """
 
     def trace_worker(self, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
-        """Trace a worker's copies with the exporters that can (``"otel"``); the default does nothing.
+        """Trace the copies of `worker`, until its `shutdown`, with the exporters that can (``"otel"``).
 
-        Parameters
-        ----------
-        worker : OffloadingWorker
-            Traced until its `shutdown`.
-        labels : mapping of str to str, optional
-            Labels of the worker, such as ``engine`` and ``rank``.
+        `labels` are those of the worker, such as ``engine`` and ``rank``. The default does nothing.
         """
         return
 
@@ -239,17 +226,10 @@ class OffloadingSpec(ABC):
 
 
 def make_spec(config: OffloadingConfig) -> OffloadingSpec:
-    """Return the spec that ``spec_name`` in the configuration's `extra_config` names.
+    """Return the spec that ``spec_name`` in the `extra_config` of `config` names.
 
-    Parameters
-    ----------
-    config : OffloadingConfig
-        Its ``spec_name`` (default ``"cpu"``) is a known name, a class or ``"package.module:Class"``.
-
-    Raises
-    ------
-    ValueError
-        The name is unknown (the message lists the known ones), or the spec refuses the configuration.
+    It is a known name (default ``"cpu"``), a class or ``"package.module:Class"``. ValueError: the name is unknown (the
+    message lists the known ones), or the spec refuses the configuration.
     """
     spec: OffloadingSpec = SPECS.resolve(config.extra_config.get("spec_name", "cpu"))(config)
     return spec

@@ -20,29 +20,11 @@ def cpu_gpu_handlers(
 ) -> tuple[OffloadingHandler, OffloadingHandler]:
     """Make the two handlers between an engine's KV cache and a host pool.
 
-    Parameters
-    ----------
-    kv_caches : CanonicalKVCaches
-        The engine's tensors, all on one device.
-    pool : HostPool
-        Its blocks hold at least `host_block_bytes(kv_caches, block_size_factor)` bytes.
-    block_size_factor : int
-        Device blocks in one offloaded block.
-    num_threads : int, optional
-        Maximum number of copy threads per direction, if the tensors are in host memory.
-    staging_bytes : int
-        Device memory per direction for gathering layers, if the tensors are on an accelerator.
-
-    Returns
-    -------
-    tuple of (OffloadingHandler, OffloadingHandler)
-        The handler of stores (``"GPU"`` to ``"CPU"``) and the handler of loads.
-
-    Raises
-    ------
-    ValueError
-        A tensor's dtype, shape, strides or device is wrong, a ref does not fit its tensor, or a block does not fit
-        the pool.
+    Return the handler of stores (``"GPU"`` to ``"CPU"``) and that of loads. The tensors of `kv_caches` are all on
+    one device, and the blocks of `pool` hold `block_size_factor` device blocks each. In host memory, at most
+    `num_threads` threads copy in each direction. On an accelerator, `staging_bytes` of device memory per direction
+    gather layers. ValueError: a tensor's dtype, shape, strides or device is wrong, a ref does not fit its tensor, or a
+    block does not fit the pool.
     """
     geometry = KVGeometry(kv_caches, pool, block_size_factor)
     if geometry.device.type == "cpu":

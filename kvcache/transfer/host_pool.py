@@ -132,12 +132,9 @@ class HostPool:
         progress: Progress | None = None,
         num_threads: int | None = None,
     ) -> None:
-        """Touch and pin the first piece, and start a thread for the others; constructors pass their arguments.
+        """Touch and pin the first piece, and start a thread for the others.
 
-        Parameters
-        ----------
-        pin, device, progress, num_threads
-            As in the constructor.
+        Constructors pass their `pin`, `device`, `progress` and `num_threads`.
         """
         device = pinning.accelerator() if device is None else device
         self.device = None if device is None or device.type == "cpu" else device
@@ -191,15 +188,7 @@ class HostPool:
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Wait until the background thread has ended; return whether it has touched the whole pool.
 
-        Parameters
-        ----------
-        timeout_s : float, optional
-            Seconds to wait at most; None: no limit.
-
-        Returns
-        -------
-        bool
-            False after `timeout_s`, and for a pool that was closed before. See also `is_pinned`.
+        False after `timeout_s` seconds (None: no limit), and for a pool that was closed before. See also `is_pinned`.
         """
         self._is_ready.wait(timeout_s)
         return self.touched_bytes == self.num_bytes
@@ -250,17 +239,9 @@ class HostPool:
         return memoryview(self.array[self._checked(block_id)]).cast("B")
 
     def parts(self, first: int, stop: int) -> list[torch.Tensor]:
-        """Return the bytes of consecutive blocks as flat tensors that a device can copy; no copy.
+        """Return the bytes of the blocks from `first` to before `stop` as flat int8 tensors; no copy.
 
-        Parameters
-        ----------
-        first, stop : int
-            Ids of the first block, and of the one after the last.
-
-        Returns
-        -------
-        list of torch.Tensor
-            int8, one dimension; none crosses a multiple of `piece_bytes`.
+        A device can copy them: none crosses a multiple of `piece_bytes`.
         """
         start, end = first * self.stride_bytes, stop * self.stride_bytes
         cuts = range(start - start % self.piece_bytes + self.piece_bytes, end, self.piece_bytes)
@@ -288,14 +269,9 @@ class HostPool:
         return block_id
 
     def pin(self, progress: Progress | None = None, end: int | None = None) -> None:
-        """Page-lock the memory; if that is refused, warn once and leave the rest unpinned.
+        """Page-lock the pieces that start before byte `end` (None: all), and report each to `progress`.
 
-        Parameters
-        ----------
-        progress : callable, optional
-            Called with ``"pin"``, the bytes pinned so far and the bytes in total.
-        end : int, optional
-            Lock only pieces that start before this byte; None: all.
+        If that is refused, warn once and leave the rest unpinned.
         """
         for first in range(self.pinned_bytes, min(end or self.num_bytes, self.num_bytes), self.piece_bytes):
             num_bytes = min(self.piece_bytes, self.num_bytes - first)

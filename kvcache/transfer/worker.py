@@ -62,19 +62,9 @@ class OffloadingWorker:
     def register_handler(
         self, src_type: type[LoadStoreSpec], dst_type: type[LoadStoreSpec], handler: OffloadingHandler
     ) -> None:
-        """Register the handler of the jobs from one medium to another.
+        """Register the handler of the jobs from the medium of `src_type` to that of `dst_type`, classes of specs.
 
-        Parameters
-        ----------
-        src_type, dst_type : type
-            The specs' classes, with the two media.
-        handler : OffloadingHandler
-            Shut down with the worker.
-
-        Raises
-        ------
-        ValueError
-            The two media have a handler already.
+        `handler` is shut down with the worker. ValueError: the two media have a handler already.
         """
         kind = (src_type.medium(), dst_type.medium())
         if kind in self._handlers:

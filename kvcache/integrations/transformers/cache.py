@@ -325,21 +325,10 @@ class PrefixCache:
         salt: str | bytes = "",
         adapter: str = "",
     ) -> None:
-        """Report when stored prompts will be continued.
+        """Report when stored prompts will be continued: `next_use` is ``"end"``, ``"soon"`` or ``"later"``.
 
-        Parameters
-        ----------
-        input_ids : torch.Tensor
-            Token ids as passed to `store` or returned by `generate`.
-        next_use : str
-            ``"end"``, ``"soon"`` or ``"later"``.
-        attention_mask, salt, adapter
-            As in `load`.
-
-        Raises
-        ------
-        ValueError
-            As in `load`; nothing changes.
+        `input_ids` are those passed to `store` or returned by `generate`; `attention_mask`, `salt` and `adapter` are as
+        in `load`, and so are the errors, after which nothing has changed.
         """
         check_next_use(next_use)
         rows = read_rows(input_ids, attention_mask, self._vocab_size)
