@@ -77,9 +77,9 @@ def _homes() -> dict[str, str]:
     import ast
 
     source = ast.parse(Path(__file__).read_text(encoding="utf-8"))
-    [block] = [one for one in source.body if isinstance(one, ast.If)]
-    imports = [one for one in block.body if isinstance(one, ast.ImportFrom)]
-    return {name.name: str(one.module) for one in imports for name in one.names}
+    [block] = [node for node in source.body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {name.name: str(node.module) for node in imports for name in node.names}
 
 
 def _usable_names() -> list[str]:

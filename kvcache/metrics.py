@@ -90,12 +90,12 @@ class HistogramData:
         float
             In the metric's unit; infinite where it lies above the last bound.
         """
-        left = share * self.count
-        if not left:
+        rest = share * self.count
+        if not rest:
             return 0.0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            left -= count
-            if left <= 0:
+            rest -= count
+            if rest <= 0:
                 return bound
         return float("inf")
 
@@ -157,12 +157,12 @@ def _field(default: Any, metric: Metric) -> Any:
 @cache
 def metrics_of(stats: type) -> tuple[Metric, ...]:
     """Return the table's lines of a statistics class, in the order of its fields."""
-    found = []
-    for one in fields(stats):
-        metric = one.metadata.get("metric")
+    metrics = []
+    for declared in fields(stats):
+        metric = declared.metadata.get("metric")
         if metric is not None:
-            found.append(replace(metric, name=one.name, exported=metric.exported or one.name))
-    return tuple(found)
+            metrics.append(replace(metric, name=declared.name, exported=metric.exported or declared.name))
+    return tuple(metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +209,15 @@ def samples_of(part: Part, block_size: int = 0, block_bytes: int = 0) -> Iterato
             value = float(bool(value))
         yield Sample(name, "gauge" if metric.kind == "flag" else metric.kind, metric.help, value, part.labels)
         if metric.is_sized:
+            # Exported in all units, so that a dashboard needs to know nothing of the blocks.
             for unit, factor in (("tokens", block_size), ("bytes", block_bytes)):
                 if factor:
                     sized = name.removesuffix("blocks") + unit
                     text = f"{metric.help.removesuffix('.')}, in {unit}."
                     yield Sample(sized, metric.kind, text, value * factor, part.labels)
-    for one in fields(part.stats):
-        within = getattr(part.stats, one.name)
-        if "metric" not in one.metadata and is_dataclass(within):
+    for declared in fields(part.stats):
+        within = getattr(part.stats, declared.name)
+        if "metric" not in declared.metadata and is_dataclass(within):
             yield from samples_of(replace(part, stats=within), block_size, block_bytes)
 
 

@@ -113,6 +113,7 @@ class Registry:
             hint = did_you_mean(choice, known)
             raise ValueError(f"unknown {self.kind} {choice!r}, known ones: {', '.join(known)}{hint}")
         module_name, _, attribute = path.partition(":")
+        # An empty or relative name would raise other errors than ImportError.
         if not all(part.isidentifier() for name in (module_name, attribute) for part in name.split(".")):
             raise ValueError(f"{self.kind} {choice!r} must be 'package.module:Class'")
         try:

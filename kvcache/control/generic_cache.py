@@ -158,14 +158,14 @@ class GenericBlockCache:
     @atomic
     def withhold(self, block_ids: Iterable[int]) -> None:
         """Withhold free slots: allocate every free block once, and keep the wanted ones."""
-        wanted = set(block_ids)
+        slots = set(block_ids)
         free = self._backend.allocate_blocks([b"withheld-%d" % i for i in range(self.num_free)])
-        found = {block.block_id: block for block in free}
-        missing = wanted - found.keys()
-        self._free(block for block in reversed(free) if missing or block.block_id not in wanted)
+        blocks = {block.block_id: block for block in free}
+        missing = slots - blocks.keys()
+        self._free(block for block in reversed(free) if missing or block.block_id not in slots)
         if missing:
             raise BlockStateError(f"slots are not free: {sorted(missing)}")
-        self._withheld.update((block_id, found[block_id]) for block_id in wanted)
+        self._withheld.update((block_id, blocks[block_id]) for block_id in slots)
 
     @atomic
     def give_back(self, block_ids: Iterable[int]) -> None:
@@ -189,19 +189,19 @@ class GenericBlockCache:
             return 0
         seen = self._keys_of(request_keys)
         request_keys.read_positions()
-        fresh = [key for key in dict.fromkeys(keys) if key not in seen]
-        if not fresh:
+        unseen = [key for key in dict.fromkeys(keys) if key not in seen]
+        if not unseen:
             return 0
-        request_keys.add(fresh)
+        request_keys.add(unseen)
         try:
             if hasattr(self._policy, "count_uses"):
-                self._policy.count_uses(fresh, request_keys)
+                self._policy.count_uses(unseen, request_keys)
             else:
-                self._policy.use(fresh, first=len(seen) == len(fresh))
+                self._policy.use(unseen, first=len(seen) == len(unseen))
         except BaseException:
-            request_keys.take_back(fresh)
+            request_keys.take_back(unseen)
             raise
-        return len(fresh)
+        return len(unseen)
 
     @atomic
     def pin(self, keys: list[bytes], request_keys: RequestUses | None) -> LoadStoreSpec:

@@ -124,6 +124,7 @@ class Telemetry:
         self.config = {} if config is None else dict(config)
         self.sources: list[Source] = []
         self.exporters: list[Exporter] = []
+        # An engine's own manager may have neither a policy nor a pool whose calls could be timed.
         policy = None if manager is None else getattr(manager, "policy", None)
         if policy is not None:
             self.labels["policy"] = POLICIES.name_of(type(policy)) or type(policy).__name__

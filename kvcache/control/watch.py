@@ -54,12 +54,12 @@ class Watch:
     @classmethod
     def of(cls, target: Any) -> Watch:
         """Return an object's watch, the same object each time."""
-        found: Watch | None = vars(target).get("_watch")
-        if found is None:
-            found = cls(target)
+        watch: Watch | None = vars(target).get("_watch")
+        if watch is None:
+            watch = cls(target)
             # Copy the dict: a dict that shares its keys with other instances becomes slow when the class changes.
-            target.__dict__ = {**vars(target), "_watch": found}
-        return found
+            target.__dict__ = {**vars(target), "_watch": watch}
+        return watch
 
     def add(self, wrapper: Wrapper) -> None:
         """Add a wrapper around the existing ones. Raise ValueError if the instance itself replaces a method."""
@@ -73,7 +73,7 @@ class Watch:
     def remove(self, wrapper: Wrapper) -> None:
         """Remove a wrapper. An unknown wrapper is ignored."""
         with self._lock:
-            self._wrappers = [one for one in self._wrappers if one is not wrapper]
+            self._wrappers = [known for known in self._wrappers if known is not wrapper]
             self._change_class()
 
     def _change_class(self) -> None:
@@ -123,8 +123,8 @@ class CallTimes:
     def parts(self) -> list[Part]:
         """Return the statistics of each kind of call, and the ages. May be called from any thread."""
         calls = [
-            Part("call", CallStats(HistogramData(*one.data()), one.max), (("call", name),))
-            for name, one in self._histograms.items()
+            Part("call", CallStats(HistogramData(*histogram.data()), histogram.max), (("call", name),))
+            for name, histogram in self._histograms.items()
         ]
         return [*calls, Part("eviction", EvictionStats(HistogramData(*self._ages.ages.histogram.data())))]
 

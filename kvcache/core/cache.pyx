@@ -104,7 +104,7 @@ cdef class BlockCache:
 
     @property
     def num_raised(self):
-        return len(self.priorities)
+        return self.priorities.num_raised
 
     cdef int _begin(self, RequestKeys request_keys) except -1:
         """Begin an operation. Forget keys that the request named before a reset or in another cache."""

@@ -19,7 +19,7 @@ cdef class GhostList:
     cdef int32_t num_fresh
     cdef int32_t free_head
     cdef bint tight
-    cdef readonly Py_ssize_t capacity
+    cdef Py_ssize_t capacity
     cdef Py_ssize_t num_ghosts
 
     cdef int reserve(self, Py_ssize_t n) except -1

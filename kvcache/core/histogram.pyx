@@ -54,9 +54,9 @@ cdef class Histogram:
     cdef uint64_t[65] buckets    # by the number of bits of an observation in ticks
     cdef double total            # ticks
     cdef uint64_t largest        # ticks
-    cdef readonly double unit
-    cdef readonly int lowest
-    cdef readonly int highest
+    cdef double unit
+    cdef int lowest
+    cdef int highest
 
     def __cinit__(self, double unit, int lowest, int highest):
         if not unit > 0:
@@ -88,15 +88,6 @@ cdef class Histogram:
     def max(self):
         """The largest observation, in the histogram's unit."""
         return self.largest * self.unit
-
-    @property
-    def count(self):
-        """Observations."""
-        cdef uint64_t num = 0
-        cdef int i
-        for i in range(65):
-            num += self.buckets[i]
-        return num
 
     def data(self):
         """Return the bounds, the counts per bucket (one more above the last bound), and their sum, in the unit."""
@@ -139,7 +130,7 @@ cdef class BlockAges:
     """
 
     cdef Filled* filled          # [num_blocks]
-    cdef readonly Py_ssize_t num_blocks
+    cdef Py_ssize_t num_blocks
     cdef readonly Histogram histogram
     cdef uint64_t start_ns
 

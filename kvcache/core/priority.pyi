@@ -1,5 +1,4 @@
 from typing import final
 
 @final
-class PriorityClasses:
-    def __len__(self) -> int: ...
+class PriorityClasses: ...

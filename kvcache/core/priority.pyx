@@ -28,9 +28,6 @@ cdef class PriorityClasses:
         PyMem_Free(self.nodes)
         PyMem_Free(self.at)
 
-    def __len__(self):
-        return self.num_raised
-
     cdef int start(self) except -1:
         """Keep deadlines from now on, because a request has given a hint."""
         cdef Py_ssize_t num_rows = self.table.num_rows
@@ -118,9 +115,9 @@ cdef class PriorityClasses:
         cdef Py_ssize_t num_raised = 0
         for row in range(self.table.first, self.table.first + self.table.num_fresh):
             num_raised += self.table.rows[row].key != NULL and self.table.rows[row].priority > NORMAL
-        if num_raised != len(self):
+        if num_raised != self.num_raised:
             raise BlockStateError(
-                f"invariant broken: {num_raised} rows are at a raised priority, {len(self)} have a deadline")
+                f"invariant broken: {num_raised} rows are at a raised priority, {self.num_raised} have a deadline")
         return 0
 
     cdef void _set(self, int32_t row, int32_t priority) noexcept nogil:

@@ -56,7 +56,7 @@ cdef class RequestKeys:
     cdef Named* named               # [size]
     cdef Bucket* buckets            # [num_buckets]: from hash to place in named + 1; NULL while there are few keys
     cdef uint32_t num_buckets
-    cdef readonly Py_ssize_t num_named
+    cdef Py_ssize_t num_named
     cdef Py_ssize_t size
     cdef readonly uint32_t num_seen
     cdef int32_t* used              # [size], behind `named`: place in named of each used key, in the order of first use
@@ -69,10 +69,10 @@ cdef class RequestKeys:
     cdef int64_t newest_position    # of the key used last; a key without a position stays behind the key before it
     cdef uint64_t version           # the table's version when all rows were last valid
     cdef uint64_t epoch             # the table's epoch when the first key was named
-    cdef public int32_t priority    # the request's hint: -1 (one-shot) to 3
-    cdef public int64_t ttl_ns      # TTL of a raised priority; 0: no limit
-    cdef public int32_t next_use    # the request's hint: 0 (none), 1 (end), 2 (soon), 3 (later)
-    cdef public dict positions      # of keys in the prompt, or None; owned by the context, which may add to it
+    cdef int32_t priority    # the request's hint: -1 (one-shot) to 3
+    cdef int64_t ttl_ns      # TTL of a raised priority; 0: no limit
+    cdef int32_t next_use    # the request's hint: 0 (none), 1 (end), 2 (soon), 3 (later)
+    cdef dict positions      # of keys in the prompt, or None; owned by the context, which may add to it
     cdef KeyUse* uses               # [size], or NULL if the policy does not track uses
     cdef int32_t head               # place + 1 of the first used key in the prompt
     cdef int32_t finger             # place + 1 of the key used last

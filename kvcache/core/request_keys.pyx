@@ -45,12 +45,6 @@ cdef class RequestKeys:
         PyMem_Free(self.uses)
         free(self.buckets)
 
-    def __len__(self):
-        return self.num_named
-
-    def __contains__(self, key):
-        return type(key) is bytes and self.locate(<PyObject*> key, hash_of(<PyObject*> key)) >= 0
-
     cdef void forget(self) noexcept:
         """Clear all keys and state, after a reset of the table."""
         cdef Py_ssize_t i

@@ -38,8 +38,8 @@ cdef class Sampler:
     the log itself is kept: every use in it was sampled at the same rate, and any policy can be simulated later.
     """
 
-    cdef readonly Py_ssize_t max_uses
-    cdef readonly int max_halvings
+    cdef Py_ssize_t max_uses
+    cdef int max_halvings
     cdef readonly int num_halvings
     cdef readonly Py_ssize_t num_sampled    # uses in the log
     cdef readonly bint is_window            # the log has dropped its oldest uses

@@ -144,13 +144,13 @@ class RecordedCalls:
             queue.run_answer = None
             try:
                 try:
-                    answer = found = method(keys, req_context)
+                    answer = result = method(keys, req_context)
                     if is_store and answer is not None:
                         stored = answer.keys_to_store
-                        found = stored.copy(), len(answer.evicted_keys), answer.store_spec
+                        result = stored.copy(), len(answer.evicted_keys), answer.store_spec
                         queue.room -= 2 * len(stored)
                 except BaseException as error:
-                    found = type(error)
+                    result = type(error)
                     # Release objects of other types in the caller's thread, not in the recorder's thread.
                     keys = [key if type(key) is bytes else None for key in keys]
                     raise
@@ -159,7 +159,7 @@ class RecordedCalls:
                     if positions:
                         positions = positions, len(positions)
                     # The caller may change its list before the recorder's thread has read it.
-                    record = op, queue.clock(), req_context, keys.copy(), flag, found, queue.inputs, positions
+                    record = op, queue.clock(), req_context, keys.copy(), flag, result, queue.inputs, positions
                     room = queue.room - len(keys) - _RECORD_UNITS
                     if room >= 0:
                         queue.room = room

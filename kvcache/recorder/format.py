@@ -132,7 +132,7 @@ def _decode_keys(kind: type, value: Any) -> Keys:
     if kind is not Keys or type(value) is not bytes or len(value) % 8:
         raise ValueError("keys are expected")
     hashes = [value[i : i + 8] for i in range(0, len(value), 8)]
-    return Keys([_MARKS.get(one, one) for one in hashes])
+    return Keys([_MARKS.get(key, key) for key in hashes])
 
 
 _DECODER = msgspec.msgpack.Decoder(tuple[_Natural, list[Call]], dec_hook=_decode_keys)
@@ -213,11 +213,11 @@ class FrameEncoder:
         if op is Op.RESET_CACHE:
             # A reader that starts at this frame has no earlier requests.
             self._requests.clear()
-        found = [(op, self._results(value) if op is Op.TIER_FINISHED else value, tier) for op, value, tier in inputs]
-        self._add(op, time_s, number, self._hash(keys), flag, self._answer(answer), found)
+        rows = [(op, self._results(value) if op is Op.TIER_FINISHED else value, tier) for op, value, tier in inputs]
+        self._add(op, time_s, number, self._hash(keys), flag, self._answer(answer), rows)
 
     def _results(self, results: Any) -> list[Any]:
-        return [one and [one[0], *map(self._hash, one[1:4]), *one[4:]] for one in results]
+        return [result and [result[0], *map(self._hash, result[1:4]), *result[4:]] for result in results]
 
     def _number_of(self, context: Any, positions: Any, num_positions: int) -> int:
         """Return a request's number. Add its hint if it is new, and the positions added since the last record."""

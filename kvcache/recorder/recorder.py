@@ -155,7 +155,7 @@ class Recorder:
             self._file.close()
             raise
         # The thread does not refer to the manager. If that is dropped, or lives until exit, the file is complete.
-        has_groups = any(one.link is not None for one in controllers)
+        has_groups = any(controller.link is not None for controller in controllers)
         self._encoder = encoder = FrameEncoder(salt, self._file.max_frame_bytes, has_groups)
         self._thread = Background("recorder", partial(_write, queue, encoder, self._file))
         self._end = weakref.finalize(manager, _end, queue, self._thread)

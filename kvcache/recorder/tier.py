@@ -55,7 +55,7 @@ class RecordedTier:
             put(Op.TIER_SUBMIT, args[0] if answer else None, number)
         elif name == "get_finished" and answer:
             results = [_plain(result) for result in answer]
-            num_keys = sum(len(keys) for one in results if one is not None for keys in one[1:4])
+            num_keys = sum(len(keys) for result in results if result is not None for keys in result[1:4])
             put(Op.TIER_FINISHED, results, number, num_keys)
         return answer
 

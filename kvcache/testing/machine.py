@@ -194,9 +194,9 @@ class CacheMachine(RuleBasedStateMachine):
     def hint(self, keys: list[bytes], slot: int, form: Any, next_use: str) -> None:
         if not self.takes_hints:
             return
-        container, fresh = form
+        container, is_copied = form
         context = self._context(slot)
-        self._all(lambda manager: manager.hint(context or container(_renewed(keys, fresh)), next_use))
+        self._all(lambda manager: manager.hint(context or container(_renewed(keys, is_copied)), next_use))
 
     @rule(slot=st.integers(1, _NUM_CONTEXTS), positions=st.dictionaries(_one_key, st.integers(0, 9), max_size=6))
     def set_positions(self, slot: int, positions: dict[bytes, int]) -> None:
@@ -263,10 +263,10 @@ class CacheMachine(RuleBasedStateMachine):
         return data.draw(st.one_of(choices), label="keys")
 
     def _call(self, method: str, keys: list[bytes], slot: int, form: Any, *arguments: object) -> Any:
-        container, fresh = form
+        container, is_copied = form
         context = self._context(slot)
         return self._all(
-            lambda manager: getattr(manager, method)(container(_renewed(keys, fresh)), context, *arguments)
+            lambda manager: getattr(manager, method)(container(_renewed(keys, is_copied)), context, *arguments)
         )
 
     def _all(self, call: Callable[[Any], Any], error: type[Exception] | None = None) -> Any:

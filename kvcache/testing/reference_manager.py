@@ -150,6 +150,7 @@ class ReferenceManager(OffloadingManager):
             self.counts.update(rejected_stores=1)
             return None
 
+        # Uses count before victims are selected: the policy adapts to them.
         self._count_uses(keys, req_context)
         victims = self._evict(num_missing, set(keys)) if num_missing else []
         assert victims is not None, "enough blocks could be evicted"
@@ -302,9 +303,9 @@ class ReferenceManager(OffloadingManager):
     def _retention_of(self, req_context: ReqContext | None) -> Retention:
         if req_context is None or self.max_raised is None:
             return Retention()
-        given = req_context.retention or Retention()
+        retention = req_context.retention or Retention()
         next_use = self.hinted.get(req_context)
-        return given if next_use is None or given.priority_class > 1 else Retention(next_use=next_use)
+        return retention if next_use is None or retention.priority_class > 1 else Retention(next_use=next_use)
 
     def _end_of(self, retention: Retention) -> float:
         return self.clock() + retention.ttl_ns / 1e9 if retention.ttl_ns else float("inf")

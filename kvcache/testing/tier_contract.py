@@ -96,7 +96,7 @@ class TierContract(ABC):
             if not issubclass(tier_type, JobTier) or tier_type.exists is JobTier.exists:
                 pytest.skip("the tier owns its index, and has no exists")
             bench.store(_keys(0, 1))
-            answer = [bool(one) for one in bench.tier.exists(_keys(0, 7, 1, 8, 9))]
+            answer = [bool(is_held) for is_held in bench.tier.exists(_keys(0, 7, 1, 8, 9))]
             _expect("exists of keys 0, 7, 1, 8, 9 if 0 and 1 are held", answer, [True, False, True, False, False])
 
     def test_stored_blocks_are_found_and_come_back_as_they_were(self, tmp_path: Path) -> None:
@@ -337,8 +337,8 @@ class _Bench:
                 raise AssertionError(f"lookup of {keys} still answers None after {self._timeout_s} s")
             self._early += self.tier.get_finished()
             time.sleep(0.001)
-        found: int = answer
-        return found
+        num_held: int = answer
+        return num_held
 
     def wait_for(self, job_ids: set[int]) -> list[TierResult]:
         """Return the results of jobs, and everything else that was reported with them."""

@@ -24,7 +24,7 @@ def test_an_observation_is_in_the_first_bucket_whose_bound_holds_it(values: list
     edges = [-1.0, *bounds, math.inf]
     assert counts == tuple(sum(low < value <= high for value in values) for low, high in pairwise(edges))
     assert total == pytest.approx(sum(values))
-    assert histogram.count == len(values)
+    assert sum(histogram.data()[1]) == len(values)
     assert histogram.max == float(max(values, default=0))
 
 
@@ -34,7 +34,7 @@ def test_observations_are_in_the_unit_and_nonsense_counts_as_nothing() -> None:
         histogram.observe(value)
     for value in (math.nan, math.inf, 1e300):
         histogram.observe(value)
-    assert histogram.count == 3
+    assert sum(histogram.data()[1]) == 3
     assert histogram.max == pytest.approx(0.25)
     assert histogram.data()[2] == pytest.approx(0.250001)
 
@@ -52,7 +52,7 @@ def test_ages_are_of_the_evicted_blocks_alone() -> None:
     ages.note(np.array([2]), [b"c"], [])
     ages.note(np.array([2, 0, 3]), [b"d", b"e", b"f"], [b"a", b"c"])  # the last evicted is handed out first
     bounds, counts, total = ages.histogram.data()
-    assert ages.histogram.count == 2
+    assert sum(ages.histogram.data()[1]) == 2
     assert counts[0] == 1  # c, at once
     assert 0.25 <= total <= 30
     assert bounds[0] == pytest.approx(0.01)
@@ -64,15 +64,15 @@ def test_a_block_whose_coming_was_left_out_has_no_age() -> None:
     # b took a's place, and nobody said so.
     ages.note(np.array([0]), [b"c"], [b"b"])
     ages.note(np.array([1]), [b"d"], [b"x"])  # slot 1 was never filled
-    assert ages.histogram.count == 0
+    assert sum(ages.histogram.data()[1]) == 0
     ages.note(np.array([0]), [b"e"], [b"c"])
-    assert ages.histogram.count == 1
+    assert sum(ages.histogram.data()[1]) == 1
 
 
 def test_foreign_ids_are_passed_over_and_bad_arrays_refused() -> None:
     ages = BlockAges(2)
     ages.note(np.array([-1, 2, 1 << 40]), [b"a", b"b", b"c"], [b"x", b"y", b"z"])
-    assert ages.histogram.count == 0
+    assert sum(ages.histogram.data()[1]) == 0
     with pytest.raises(ValueError, match="must be int64"):
         ages.note(np.array([1], dtype=np.int32), [b"a"], [])
     with pytest.raises(ValueError, match="num_blocks must be >= 1"):

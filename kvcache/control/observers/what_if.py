@@ -128,9 +128,9 @@ class WhatIf:
         policy : str, optional
             Default: the manager's own policy, or lru if that was not estimated.
         """
-        own = self._own
-        now = self.hits_at(self.num_blocks, own)
-        then = self.hits_at(capacity, own if policy is None else policy)
+        base = self._own
+        now = self.hits_at(self.num_blocks, base)
+        then = self.hits_at(capacity, base if policy is None else policy)
         if now == 0:
             return math.inf if then else 0.0
         return then / now - 1
@@ -141,7 +141,7 @@ class WhatIf:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all values as JSON types."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.repr}
+        values = {declared.name: getattr(self, declared.name) for declared in fields(self) if declared.repr}
         values["hit_ratios"] = {name: list(ratios) for name, ratios in self.hit_ratios.items()}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -165,18 +165,18 @@ class WhatIf:
         return "\n".join([*lines, *self.notes])
 
     def _headlines(self) -> Iterator[str]:
-        own, here = self._own, self.num_blocks
-        if own not in self.hit_ratios or not self.capacities[0] <= here <= self.capacities[-1]:
+        base, here = self._own, self.num_blocks
+        if base not in self.hit_ratios or not self.capacities[0] <= here <= self.capacities[-1]:
             return
-        if not self.hits_at(here, own):
+        if not self.hits_at(here, base):
             return
-        if self.policy is not None and own != self.policy:
-            yield f"of {self.policy} nothing is estimated; beside {own}:"
+        if self.policy is not None and base != self.policy:
+            yield f"of {self.policy} nothing is estimated; beside {base}:"
         if 2 * here <= self.capacities[-1]:
             yield f"twice the memory: {self.gain(2 * here):+.1%} hits"
         best = max(self.hit_ratios, key=lambda name: self.hits_at(here, name))
-        if best != own:
-            yield f"{best} instead of {own} at {here:,} blocks: {self.gain(here, best):+.1%} hits"
+        if best != base:
+            yield f"{best} instead of {base} at {here:,} blocks: {self.gain(here, best):+.1%} hits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +264,12 @@ def estimate(
     sample = _Sample(hashes, numbers, 0.5**sampler.num_halvings, uses, sampler.is_window)
     lru = sample.lru()
     ratios = {}
-    for name, found in chosen.items():
+    # Run distances give lru at every capacity at once; any other policy is simulated at each of them.
+    for name, policy_type in chosen.items():
         if name == "lru":
             ratios[name] = tuple(lru.at(capacity) for capacity in at)
         else:
-            ratios[name] = tuple(sample.ratio(_ghost_hits(sample, found, capacity)) for capacity in at)
+            ratios[name] = tuple(sample.ratio(_ghost_hits(sample, policy_type, capacity)) for capacity in at)
     if not uses:
         notes.append("no request has finished yet")
     if sampler.is_window:
@@ -308,8 +309,8 @@ def _named(policies: Iterable[str]) -> dict[str, type[CachePolicy]]:
     if not names:
         raise ValueError("policies must name at least one policy, got none")
     chosen = {name: POLICIES.resolve(name) for name in names}
-    for name, found in chosen.items():
-        if found.reads_clock:
+    for name, policy_type in chosen.items():
+        if policy_type.reads_clock:
             raise ValueError(f"policy {name!r} {_NEEDS_TIME}")
     return chosen
 
@@ -318,14 +319,14 @@ def _compiled(notes: list[str]) -> dict[str, type[CachePolicy]]:
     chosen: dict[str, type[CachePolicy]] = {}
     for name in POLICIES.names():
         try:
-            found: type[CachePolicy] = POLICIES.resolve(name)
+            policy_type: type[CachePolicy] = POLICIES.resolve(name)
         except ValueError as error:
             notes.append(f"{name} is left out: {error}")
             continue
-        if found.reads_clock:
+        if policy_type.reads_clock:
             notes.append(f"{name} is left out: it {_NEEDS_TIME}")
-        elif issubclass(found, PolicyAdapter):
-            chosen[name] = found
+        elif issubclass(policy_type, PolicyAdapter):
+            chosen[name] = policy_type
         else:
             notes.append(f"{name} is left out: it is not compiled; name it to have it estimated")
     return chosen

@@ -154,6 +154,7 @@ def make_manager(
         raise RecordingError(f"the recording's policy is {given!r}, which is not registered: name it with --policy")
     try:
         num_blocks, block_size = options.pop("num_blocks"), options.pop("block_size")
+        # A file may ask for any size: refuse it before memory is allocated.
         left = memory_left()
         if left is not None and type(num_blocks) is int and num_blocks * _BLOCK_BYTES > left[0]:
             raise RecordingError(f"a manager of {num_blocks} blocks does not fit this machine's memory")

@@ -99,6 +99,7 @@ def make_trace(
         now_s = access.time
         if now_s is None:
             made.has_times = False
+            # Without times, a second between requests keeps their order.
             now_s = last_s + 1 if made.requests else 0.0
         if not made.requests:
             first_s = last_s = now_s

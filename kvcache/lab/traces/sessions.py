@@ -153,6 +153,7 @@ class SessionTrace(TraceFile):
             for place, value in enumerate(named):
                 found = ids_of.get(value)
                 if found is None:
+                    # Local ids differ between sessions, but blocks of the same tools and system prompt are the same.
                     if place < num_shared:
                         found = self._shared.setdefault((tools, system, place), self._num_ids)
                     else:
