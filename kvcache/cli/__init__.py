@@ -22,7 +22,7 @@ def build_app() -> typer.Typer:
     """Return the Typer application with every command mounted."""
     import typer
 
-    from kvcache.cli import check, common, metrics, options, record, status, tier, top
+    from kvcache.cli import check, common, metrics, node, options, record, status, tier, top
     from kvcache.cli.lab import LabGroup
 
     app = typer.Typer(
@@ -34,7 +34,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(common.root)
     # Listed in this order by --help, after the commands of the laboratory.
-    for run in (check.check, options.options, status.status, top.top):
+    for run in (check.check, node.node, options.options, status.status, top.top):
         common.add_command(app, run.__name__, run)
     app.add_typer(typer.Typer(help="Measure this machine.", no_args_is_help=True, cls=LabGroup), name="bench")
     app.add_typer(typer.Typer(help="Make traces of requests.", no_args_is_help=True, cls=LabGroup), name="trace")

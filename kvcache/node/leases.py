@@ -215,7 +215,10 @@ class NodeLeases:
             flag |= PLACES
         room = self._limit - engine.num_held - len(engine.writing)
         if len(keys) > room:
-            keys, flag = keys[: max(room, 0)], flag & PLACES
+            # Another request of the engine may hold a block already.
+            is_new = engine.counts[self.manager.pool.locate(keys)] == 0
+            num_fit = int(np.count_nonzero(np.cumsum(is_new) <= room))
+            keys, flag = keys[:num_fit], flag if num_fit == len(keys) else flag & PLACES
         if not keys:
             return pack(HELD, flag, request, struct.pack("<I", 0))
         slots = self.manager.prepare_load(keys, lease.context).block_ids  # type: ignore[attr-defined]
@@ -274,14 +277,15 @@ class NodeLeases:
         self._count(engine, slots)
 
     def _count(self, engine: EngineLeases, slots: Any) -> None:
+        engine.num_held += int(np.count_nonzero(engine.counts[slots] == 0))
         engine.counts[slots] += 1
-        engine.num_held += len(slots)
         self.ledger.read(slots, engine.number)
 
     def _uncount(self, engine: EngineLeases, slots: Any) -> None:
         engine.counts[slots] -= 1
+        slots = slots[engine.counts[slots] == 0]
         engine.num_held -= len(slots)
-        self.ledger.unread(slots[engine.counts[slots] == 0], engine.number)
+        self.ledger.unread(slots, engine.number)
 
     def _release(self, engine: EngineLeases, lease: Lease) -> None:
         """Give back what a request holds."""

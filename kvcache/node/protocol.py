@@ -143,15 +143,18 @@ def differences(of_pool: Mapping[str, Any], of_engine: Mapping[str, Any]) -> lis
     ]
 
 
+def check_name(name: object) -> None:
+    """Raise ValueError unless `name` is a valid name of a node's pool."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"node_pool must be true or a name of 1 to 64 of A-Z, a-z, 0-9 and '._-', got {name!r}")
+
+
 def node_folder(name: str, parent: Path = Path("/dev/shm")) -> Path:
     """Return the private folder of a node's pool; create it if it is missing.
 
     ValueError: the name is invalid, or the folder belongs to another user, is open to others, or is not a folder.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(
-            f"node_pool must be true or a name of at most 64 letters, digits, '.', '_' and '-', got {name!r}"
-        )
+    check_name(name)
     folder = private_folder(parent) / f"node-{name}"
     folder.mkdir(0o700, exist_ok=True)
     status = folder.lstat()

@@ -158,3 +158,27 @@ def test_package_can_be_imported_without_vllm():
 def test_spec_without_vllm_says_what_is_missing():
     with pytest.raises(ImportError, match="needs vLLM, which is not installed"):
         door.KVCacheOffloadingSpec  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"node_pool": "../a"}, r"node_pool must be true or a name"),
+        ({"node_pool": 3}, r"node_pool must be true or a name"),
+        ({"node_pool": True, "data_plane": "vllm"}, r"'node_pool' needs kvcache's worker"),
+    ],
+)
+def test_invalid_node_pool_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        read_config({**ROOM, **options})
+
+
+def test_node_pool_is_imported_only_if_named():
+    code = (
+        "import sys\n"
+        "from kvcache.integrations.vllm.settings import read_config\n"
+        f"pools = [read_config({ROOM!r} | {{'node_pool': value}}).node_pool for value in (None, False, True)]\n"
+        "print(pools, [name for name in sys.modules if 'kvcache.node' in name])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[None, None, True] []\n"

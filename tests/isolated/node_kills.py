@@ -176,6 +176,12 @@ class Node:
         for pid in list(self.engines):
             self.kill(pid)
 
+    def wait_for_copies(self):
+        """Wait until the engines have copied some blocks."""
+        before, end_s = self.counts[:, :2].sum(), time.monotonic() + 5
+        while self.counts[:, :2].sum() < before + 40 and time.monotonic() < end_s:
+            time.sleep(0.005)
+
     def hit_owner(self, dice):
         """Kill the owner, or stop it for a moment."""
         self.monitor.on_schedule_end()
@@ -199,6 +205,9 @@ def main(name, engine_kills, owner_kills, disk=""):
         while len(node.engines) < NUM_ENGINES:
             node.start()
         time.sleep(dice.uniform(0.01, 0.12))
+        if dice.random() < 0.7:
+            # Otherwise a kill may come before the last one is repaired.
+            node.wait_for_copies()
         for pid in list(node.engines):
             # One whose worker could not start.
             if os.waitpid(pid, os.WNOHANG)[0]:

@@ -240,3 +240,25 @@ def test_kills_amid_copies_lose_nothing(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["wrong"] == 0
+
+
+@pytest.mark.slow
+def test_service_keeps_blocks_without_engines(folder, tmp_path):
+    pytest.importorskip("typer")
+    extra_config = {"node_pool": folder.name.removeprefix("node-"), "cpu_bytes_to_use": "1GiB", "cache_policy": "arc"}
+    config = tmp_path / "kvcache.json"
+    config.write_text(json.dumps(extra_config))
+    for _ in range(2):
+        service = subprocess.Popen([sys.executable, "-m", "kvcache", "node", str(config)], stdout=subprocess.DEVNULL)
+        wait_for((folder / "socket").exists)
+        identity = {"num_blocks": 64, "block_bytes": 64, "block_size": 16}
+        with pytest.raises(ValueError, match="cache_policy: the pool has 'arc', this engine 'lru'"):
+            NodeManager(folder, greeting("a", identity, {"cache_policy": "lru"}), starts_owner=False)
+        engine = NodeManager(folder, greeting("a", identity, {"cache_policy": "arc"}), starts_owner=False, patience_s=5)
+        hits = turn(engine, *prompt(1, 20))
+        engine.owner_figures()
+        engine.shutdown()
+        service.terminate()
+        assert service.wait(20) == 0
+        (folder / "socket").unlink()
+    assert hits == 20

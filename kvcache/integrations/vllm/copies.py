@@ -20,6 +20,7 @@ from kvcache.integrations.vllm.identity import chunk_fingerprint, fingerprint
 from kvcache.integrations.vllm.settings import blocks_per_rank
 from kvcache.integrations.vllm.tiered import EngineRegion, SharedPool
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
+from kvcache.transfer.shared_file import SharedBlocks
 
 
 class Copies(ABC):
@@ -84,8 +85,10 @@ class OwnCopies(Copies):
         self._spec = spec
         settings, parallel = spec.settings, config.parallel
         self._rank_block_bytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
-        if settings.tiers:
+        if settings.tiers or spec.node_pool:
             self._rank_block_bytes = rank_bytes_of(self._rank_block_bytes)
+        if spec.node_pool and parallel.pp_size > 1:
+            raise ValueError(f"'node_pool' does not work with a pipeline of {parallel.pp_size} stages")
         self.num_blocks = blocks_per_rank(settings, parallel.world_size, self._rank_block_bytes, parallel.pp_size)
         self.block_bytes = self._rank_block_bytes * parallel.world_size
 
@@ -96,12 +99,17 @@ class OwnCopies(Copies):
             self.num_blocks,
             self._spec.blocks_per_chunk,
             settings.num_copy_threads,
-            self._shared_pool(is_owner=False) if settings.tiers else None,
+            self._worker_pool(),
             rank,
             self._rank_block_bytes,
         )
         trace_worker(settings, worker.transfers, {**labels, "worker": str(rank)})
         return worker
+
+    def _worker_pool(self) -> SharedBlocks | None:
+        if self._spec.node_pool:
+            return self._spec.open_worker_pool()  # type: ignore[no-any-return]
+        return self._shared_pool(is_owner=False) if self._spec.settings.tiers else None
 
     def open_host_blocks(self, vllm_config: Any) -> tuple[Any, dict[str, Any]]:
         identity = fingerprint(self._spec.config, vllm_config)

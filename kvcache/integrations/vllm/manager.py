@@ -145,7 +145,10 @@ class KVCacheOffloadingManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         ours = req_context.get_state(EngineRequest)
-        self._manager.complete_load(ours.end_transfer(keys, self._num_resets), None if ours.has_ended else ours)
+        self._manager.complete_load(ours.end_transfer(keys, self._num_resets), self._open_request(ours))
+
+    def _open_request(self, ours: EngineRequest) -> EngineRequest | None:
+        return None if ours.has_ended else ours
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
         ours = req_context.get_state(EngineRequest)
@@ -160,7 +163,7 @@ class KVCacheOffloadingManager(OffloadingManager):
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         ours = req_context.get_state(EngineRequest)
         stored = ours.end_transfer(keys, self._num_resets)
-        self._manager.complete_store(stored, None if ours.has_ended else ours, success)
+        self._manager.complete_store(stored, self._open_request(ours), success)
         if not success and "metadata_only" in _EVENT_FIELDS and self._pool.events is not None:
             self._failed += stored
 

@@ -25,6 +25,7 @@ from kvcache.options import (
     split,
     without_secrets,
 )
+from kvcache.registry import POLICIES
 
 WHERE = "kv_connector_extra_config"
 SPEC_NAME = "KVCacheOffloadingSpec"
@@ -49,7 +50,8 @@ ENGINE_KEYS = frozenset(
 _DECIDED_BY_ENGINE = frozenset({"num_cpu_blocks", "enable_events"})
 OUR_KEYS = OffloadSettings.keys() - _DECIDED_BY_ENGINE
 DATA_PLANE = "data_plane"
-KNOWN_KEYS = ENGINE_KEYS | OUR_KEYS | {DATA_PLANE}
+NODE_POOL = "node_pool"
+KNOWN_KEYS = ENGINE_KEYS | OUR_KEYS | {DATA_PLANE, NODE_POOL}
 _parse_data_plane = choice_of("vllm", "kvcache")
 _ENGINE_POLICY_KEYS = frozenset({"eviction_policy", "cache_policy_module_path"})
 
@@ -202,10 +204,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class OurManager(Placement):
-    """Our manager, by `KVCacheOffloadingSpec`; `data_plane` is None if the platform selects the worker."""
+    """Our manager, by `KVCacheOffloadingSpec`; `data_plane` is None if the platform selects the worker.
+
+    `node_pool` is the name of the pool that engines of one machine share, True for one named by the model, or None.
+    """
 
     known_keys: ClassVar[frozenset[str]] = KNOWN_KEYS
     data_plane: str | None = None
+    node_pool: str | bool | None = None
 
     @property
     def has_engine_worker(self) -> bool | None:
@@ -270,14 +276,35 @@ def _read_manager(extra_config: Mapping[str, Any], num_groups: int) -> OurManage
     """
     options = {key: value for key, value in extra_config.items() if key not in _DECIDED_BY_ENGINE}
     policy = DEFAULT_POLICY if num_groups == 1 else "lru"
-    settings, data_plane = run_all(
+    settings, data_plane, node_pool = run_all(
         (
             partial(OffloadSettings.parse_part, {"cache_policy": policy, **options}, WHERE),
             partial(_read_data_plane, extra_config),
+            partial(_read_node_pool, extra_config),
         )
     )
     _check_under_engine(settings)
-    return OurManager(settings, settings.cache_policy, data_plane)
+    return OurManager(settings, settings.cache_policy, data_plane, node_pool)
+
+
+def _read_node_pool(extra_config: Mapping[str, Any]) -> str | bool | None:
+    name = extra_config.get(NODE_POOL)
+    if name is None or name is False:
+        return None
+    if extra_config.get(DATA_PLANE) == "vllm" or extra_config.get("canonical_layout"):
+        raise ValueError(f"{NODE_POOL!r} needs kvcache's worker: set {DATA_PLANE!r} to 'kvcache'")
+    if name is not True:
+        from kvcache.node.protocol import check_name
+
+        check_name(name)
+    return True if name is True else str(name)
+
+
+def node_options(extra_config: Mapping[str, Any], settings: OffloadSettings) -> dict[str, Any]:
+    """Return the options of a node's owner, in types of JSON: all engines of the node must have the same."""
+    names = OUR_KEYS - {"cpu_bytes_to_use", "pool_folder", "num_copy_threads"}
+    options = {name: extra_config[name] for name in sorted(names) if extra_config.get(name) is not None}
+    return {**options, "cache_policy": POLICIES.path_of(settings.cache_policy)}
 
 
 def _read_data_plane(extra_config: Mapping[str, Any]) -> str | None:

@@ -18,7 +18,7 @@ from kvcache.integrations.vllm.identity import engine_config
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
-from kvcache.integrations.vllm.settings import UNDESCRIBED, WHERE, read_config, unknown_keys
+from kvcache.integrations.vllm.settings import UNDESCRIBED, WHERE, OurManager, read_config, unknown_keys
 from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import TieredKVCacheOffloadingManager, record_region
 from kvcache.integrations.vllm.what_if_log import log_what_if
@@ -48,9 +48,12 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         use_engine_log()
         placement = read_config(config.extra_config, len(config.groups))
         self.settings = placement.settings
+        self.node_pool = placement.node_pool if isinstance(placement, OurManager) else None
         has_engine_worker = placement.has_engine_worker
         if has_engine_worker is None:
             has_engine_worker = current_platform.is_cuda_alike() or current_platform.is_xpu()
+        if self.node_pool and has_engine_worker:
+            raise ValueError("'node_pool' needs kvcache's worker: set 'data_plane' to 'kvcache'")
         # Initializes vLLM's base class, which reads the settings.
         self.copies: Copies = (EngineCopies if has_engine_worker else OwnCopies)(self, config)
         self.num_blocks, self.block_bytes = self.copies.num_blocks, self.copies.block_bytes
@@ -113,7 +116,19 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         engine = f"{self.config.model.name}@{socket.gethostname()}"[-MAX_LABEL_CHARS:]
         return {"engine": engine, "rank": str(self.config.parallel.data_parallel_index)}
 
+    def open_worker_pool(self) -> Any:
+        """Register this worker with the pool of its node, and map it."""
+        from kvcache.integrations.vllm.node import open_worker_pool
+
+        return open_worker_pool(self, self._block_tokens(), self._engine_config)
+
     def _make_manager(self) -> KVCacheOffloadingManager:
+        if self.node_pool:
+            from kvcache.integrations.vllm.node import open_node_manager
+
+            node = open_node_manager(self, self._block_tokens(), self._engine_config)
+            node.info = (self.num_blocks, self.num_blocks * self.block_bytes)
+            return node
         shared, identity = self.copies.open_host_blocks(self._engine_config) if self.settings.tiers else (None, None)
         manager = open_manager(
             self.settings,

@@ -1,0 +1,89 @@
+"""An engine's part of a node's pool: the adapter of a `NodeManager`, and what identifies the engine's blocks there.
+
+Imported only if ``node_pool`` is set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
+from vllm.v1.kv_offload.base import LookupResult
+
+from kvcache.integrations.vllm.identity import fingerprint
+from kvcache.integrations.vllm.manager import RESULTS, EngineRequest, KVCacheOffloadingManager
+from kvcache.integrations.vllm.releases import installed_release
+from kvcache.integrations.vllm.settings import node_options
+from kvcache.node.client import MappedPool, NodeManager, greeting, register_worker
+from kvcache.node.protocol import node_folder
+
+
+def _seed(vllm_config: Any) -> list[str]:
+    """Return the hash algorithm of block keys, and a digest of its seed. ValueError: the seed is random."""
+    if vllm_config is None:
+        raise ValueError("'node_pool' needs vLLM's configuration, which this release does not show to a spec")
+    algorithm, seed = vllm_config.cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
+    if seed is None and algorithm.startswith("xxhash"):
+        raise ValueError(
+            f"engines of a 'node_pool' must hash alike, and {algorithm} has a random seed: set PYTHONHASHSEED=0 "
+            "for all of them, or --prefix-caching-hash-algo sha256"
+        )
+    return [algorithm, hashlib.sha256((seed or DEFAULT_NONE_HASH_SEED).encode()).hexdigest()[:16]]
+
+
+def _greeting(spec: Any, block_tokens: int, vllm_config: Any, rank: int) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of the pool, and what this process says of itself."""
+    config, parallel = spec.config, spec.config.parallel
+    model = {**fingerprint(config, vllm_config), "hash": _seed(vllm_config)}
+    name = spec.node_pool
+    if name is True:
+        name = hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    identity = {
+        **model, "num_blocks": spec.num_blocks, "block_bytes": spec.block_bytes, "block_size": block_tokens,
+    }  # fmt: skip
+    hello = greeting(
+        f"{config.engine_id}-{parallel.data_parallel_index}",
+        json.loads(json.dumps(identity, default=str)),
+        node_options(config.extra_config, spec.settings),
+        rank,
+        parallel.world_size if rank < 0 else 0,
+    )
+    return node_folder(name), hello
+
+
+def open_worker_pool(spec: Any, block_tokens: int, vllm_config: Any) -> MappedPool:
+    """Register a worker with the node's pool, and map it."""
+    folder, hello = _greeting(spec, block_tokens, vllm_config, spec.config.parallel.rank)
+    return register_worker(folder, hello, spec.num_blocks, spec.block_bytes)
+
+
+def open_node_manager(spec: Any, block_tokens: int, vllm_config: Any) -> NodeKVCacheOffloadingManager:
+    """Join the node's pool, and start its owner if none serves it. ValueError names each difference to the pool."""
+    if spec.kv_events_config.enable_kv_cache_events:
+        raise ValueError("KV events do not work with 'node_pool'; leave out --kv-events-config")
+    folder, hello = _greeting(spec, block_tokens, vllm_config, -1)
+    manager = NodeManager(folder, hello, num_groups=len(spec.config.groups))
+    return NodeKVCacheOffloadingManager(manager, folder)
+
+
+class NodeKVCacheOffloadingManager(KVCacheOffloadingManager):
+    """Adapter of a `NodeManager` to vLLM's scheduler. Each call carries its request, which holds the blocks."""
+
+    def __init__(self, manager: NodeManager, folder: Path) -> None:
+        super().__init__(manager, installed_release())  # type: ignore[arg-type]
+        self._node = manager
+        self._folder = folder
+
+    def tier_descriptions(self) -> list[str]:
+        return [f"one pool for all engines of this machine, {self._folder}"]
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        return RESULTS[self._node.status(key, req_context.get_state(EngineRequest))]
+
+    def _open_request(self, ours: EngineRequest) -> EngineRequest:
+        # The owner keeps a request until its last copy has ended.
+        return ours

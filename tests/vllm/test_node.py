@@ -1,0 +1,79 @@
+"""Engines of one machine over one pool: what one engine stored, the next one loads, with equal tokens."""
+
+import os
+import shutil
+import signal
+import time
+
+import pytest
+from engine_options import BLOCK_BYTES
+from test_processes import two_rounds
+
+from kvcache.node.protocol import node_folder
+
+
+@pytest.fixture
+def pool(tmp_path):
+    name = f"test-{tmp_path.name}-{os.getpid()}"
+    yield {"cpu_bytes_to_use": 100 * BLOCK_BYTES, "cache_policy": "lru", "node_pool": name}
+    shutil.rmtree(node_folder(name))
+
+
+def end_owner(engine):
+    os.kill(engine.manager._manager.owner_figures()["pid"], signal.SIGTERM)
+
+
+def test_next_engine_loads_blocks_of_first(boot, models, prompts, expected, pool):
+    with boot(models["llama"], pool) as engine:
+        assert engine.ask(prompts) == (expected(prompts), [0, 992, 992])
+        # A step tells the owner of the last stores.
+        engine.generate([[1, 2, 3]])
+    with boot(models["llama"], pool) as engine:
+        assert engine.ask(prompts) == (expected(prompts), [1024] * 3)
+        engine.drop_device_cache()
+        assert engine.ask(prompts) == (expected(prompts), [1024] * 3)
+        engine.generate([[1, 2, 3]])
+        assert engine.metric("vllm:kvcache_node_shared_hit_blocks") > 30
+        assert engine.metric("vllm:kvcache_node_outages") == 0
+        engine.drop_device_cache(host_too=True)
+        assert engine.ask(prompts) == (expected(prompts), [0, 992, 992])
+        os.kill(engine.manager._manager.owner_figures()["pid"], signal.SIGKILL)
+        engine.drop_device_cache()
+        assert engine.answers(prompts) == expected(prompts)
+        end_s = time.monotonic() + 20
+        while engine.manager._manager.parts()[1].stats.unavailable:
+            assert time.monotonic() < end_s
+            engine.generate([[1, 2, 3]])
+        engine.drop_device_cache()
+        assert engine.ask(prompts)[0] == expected(prompts)
+        engine.drop_device_cache()
+        assert engine.ask(prompts) == (expected(prompts), [1024] * 3)
+        with pytest.raises(ValueError, match="cache_policy: the pool has 'lru', this engine 'arc'"):
+            boot(models["llama"], {**pool, "cache_policy": "arc"}).__enter__()
+        end_owner(engine)
+
+
+def test_model_with_several_groups_hits_as_with_private_pool(boot, models, prompts, pool):
+    pool = {**pool, "cpu_bytes_to_use": 64 << 20}
+    private = {name: value for name, value in pool.items() if name != "node_pool"}
+    options = {"num_gpu_blocks_override": 300, "disable_hybrid_kv_cache_manager": False}
+    answers = []
+    for extra_config in (private, pool):
+        with boot(models["hybrid"], extra_config, **options) as engine:
+            rounds = [engine.ask(prompts)]
+            for _ in range(2):
+                engine.drop_device_cache()
+                rounds.append(engine.ask(prompts))
+            answers.append(rounds)
+            if "node_pool" in extra_config:
+                end_owner(engine)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+def test_workers_in_processes_share_pool(boot, models, prompts, expected, pool):
+    """By the name that the model gives: scheduler and workers agree on it."""
+    [(first, _), second], metrics = two_rounds(boot, models["llama"], [prompts], {**pool, "node_pool": True}, ranks=2)
+    assert first == expected(prompts)
+    assert second == (expected(prompts), [1024] * 3)
+    assert metrics["vllm:kvcache_node_outages"] == 0
