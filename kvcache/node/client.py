@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -177,7 +178,8 @@ def spawn_owner(folder: Path, options: Mapping[str, Any] | None = None) -> None:
         child = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
-    child.wait()
+    # An engine's step must not wait for the interpreter to start.
+    threading.Thread(target=child.wait, daemon=True).start()
 
 
 def connect(link: Link, starts_owner: bool, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:

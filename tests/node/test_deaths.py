@@ -1,0 +1,109 @@
+"""An engine's processes die one by one: what it held stays until the last one, and then nothing of it applies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from node_harness import BLOCK_BYTES, prompt, turn
+
+from kvcache.node.owner import Process
+
+ENGINE = f"""
+import os, signal, sys
+from pathlib import Path
+from node_harness import key_of, prompt
+from kvcache.node import protocol
+from kvcache.node.client import NodeManager, greeting, register_worker
+folder, identity, options = Path(sys.argv[1]), eval(sys.argv[2]), eval(sys.argv[3])
+ready, done = os.pipe()
+worker = os.fork()
+if worker == 0:
+    register_worker(folder, greeting("other", identity, options, rank=0), identity["num_blocks"], {BLOCK_BYTES})
+    os.write(done, b"1")
+    signal.pause()
+os.read(ready, 1)
+manager = NodeManager(folder, greeting("other", identity, options, num_workers=1), starts_owner=False, patience_s=10)
+keys, context = prompt(2, 4)
+slots = manager.prepare_store(keys, context).store_spec.block_ids.astype("<i4").tobytes()
+held = prompt(1, 8)
+assert manager.lookup(*held) == 8
+print(worker, flush=True)
+sys.stdin.readline()
+payload, key_bytes = protocol.pack_keys([key_of(3, 0)])
+late = protocol.pack(protocol.OFFER, 0, 9, payload, key_bytes) + protocol.pack(protocol.STORED, 1, 9, slots)
+manager._link.send(late)
+os._exit(0)
+"""
+
+
+class DeathsFirst:
+    """An owner's epoll that reports ends of processes first, and waits while `gate` is not set."""
+
+    def __init__(self, owner):
+        self._poll, self._by_fd = owner._poll, owner._by_fd
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def poll(self, timeout_s):
+        self.gate.wait()
+        events = self._poll.poll(timeout_s)
+        return sorted(events, key=lambda event: not isinstance(self._by_fd.get(event[0]), Process))
+
+    def __getattr__(self, name):
+        return getattr(self._poll, name)
+
+
+def test_dead_engine_keeps_slots_until_worker_ends(node):
+    node = node(64)
+    engine = node.engine("a", patience_s=30)
+    turn(engine, *prompt(1, 8))
+    engine.owner_figures()
+    poll = node.owner._poll = DeathsFirst(node.owner)
+    words = [sys.executable, "-c", ENGINE, str(node.folder), repr(node.identity), repr(node.options)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
+        worker = int(other.stdout.readline())
+        figures = engine.owner_figures()
+        assert (figures["num_pending"], figures["num_referenced"]) == (4, 8)
+        # The messages and both deaths arrive together.
+        poll.gate.clear()
+        time.sleep(0.4)
+        other.stdin.write("go\n")
+        other.stdin.flush()
+        other.wait(20)
+        os.kill(worker, signal.SIGKILL)
+        time.sleep(0.2)
+        poll.gate.set()
+    while not node.owner.stats["ended_engines"]:
+        time.sleep(0.01)
+    figures = engine.owner_figures()
+    assert (figures["num_pending"], figures["num_referenced"]) == (0, 0)
+    assert list(node.leases.engines) == [engine.number]
+    assert engine.lookup(*prompt(2, 4)) == engine.lookup(*prompt(3, 1)) == 0
+    assert engine.lookup(*prompt(1, 8)) == 8
+    engine.owner_figures()
+    node.check()
+
+
+def test_worker_alone_keeps_leases_of_engine(node):
+    node = node(64)
+    engine = node.engine("a", patience_s=30)
+    turn(engine, *prompt(1, 8))
+    words = [sys.executable, "-c", ENGINE, str(node.folder), repr(node.identity), repr(node.options)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
+        worker = int(other.stdout.readline())
+        other.kill()
+        other.wait()
+        time.sleep(0.3)
+        figures = engine.owner_figures()
+        assert (figures["num_pending"], figures["num_referenced"], figures["ended_engines"]) == (4, 8, 0)
+        os.kill(worker, signal.SIGKILL)
+        while not engine.owner_figures()["ended_engines"]:
+            time.sleep(0.01)
+        figures = engine.owner_figures()
+        assert (figures["num_pending"], figures["num_referenced"]) == (0, 0)
+    assert engine.lookup(*prompt(2, 4)) == 0
