@@ -152,7 +152,8 @@ def test_ledger_is_written_before_answers(node, monkeypatch):
 def test_new_owner_keeps_whole_pool_only(node, damage):
     node = node(64)
     engine = node.engine("a")
-    turn(engine, *prompt(1, 20))
+    for document in (1, 2, 1):
+        turn(engine, *prompt(document, 20))
     engine.owner_figures()
     node.stop()
     ledger = node.folder / "ledger"
@@ -166,7 +167,10 @@ def test_new_owner_keeps_whole_pool_only(node, damage):
     engine.status(key_of(9, 9), ReqContext())
     wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready or engine.refusal)
     if damage == "none":
-        assert engine.lookup(*prompt(1, 20)) == 20
+        # The blocks in the first slots were used last.
+        hits = [turn(engine, *prompt(*item)) for item in ((3, 30), (1, 20), (2, 20))]
+        assert hits == [0, 20, 14]
+        engine.owner_figures()
         node.check()
     else:
         assert "the pool was made anew" in engine.refusal
