@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from node_harness import BLOCK_BYTES, key_of, prompt, turn
 
 from kvcache import ReqContext
+from kvcache.node import owner as owner_module
 from kvcache.node import protocol
 from kvcache.node.client import NodeManager, greeting, register_worker
 from kvcache.node.ledger import MAX_ENGINES
@@ -70,6 +72,15 @@ def test_second_owner_and_65th_engine_are_refused(node):
         node.engine(f"engine-{number}")
     with pytest.raises(ValueError, match="64 engines use this pool, and no more can"):
         node.engine("one more")
+
+
+def test_other_user_is_refused(node, monkeypatch):
+    node = node(8)
+    monkeypatch.setattr(owner_module, "os", SimpleNamespace(**{**vars(os), "geteuid": lambda: os.geteuid() + 1}))
+    with pytest.raises(
+        ValueError, match=f"the pool belongs to user {os.geteuid() + 1}, this process to user {os.geteuid()}"
+    ):
+        node.engine("a")
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o707])

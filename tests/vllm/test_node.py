@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 from engine_options import BLOCK_BYTES
@@ -21,6 +22,20 @@ def pool(tmp_path):
 
 def end_owner(engine):
     os.kill(engine.manager._manager.owner_figures()["pid"], signal.SIGTERM)
+
+
+def test_random_hash_seed_is_refused(monkeypatch):
+    from kvcache.integrations.vllm.node import _seed
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    config = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="xxhash"))
+    with pytest.raises(ValueError, match="xxhash has a random seed: set PYTHONHASHSEED=0"):
+        _seed(config)
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    seeded = _seed(config)
+    monkeypatch.delenv("PYTHONHASHSEED")
+    config.cache_config.prefix_caching_hash_algo = "sha256"
+    assert seeded != _seed(config) == _seed(config)
 
 
 def test_next_engine_loads_blocks_of_first(boot, models, prompts, expected, pool):
