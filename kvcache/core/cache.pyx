@@ -263,6 +263,7 @@ cdef class BlockCache:
             if request_keys.priority > 0:
                 # Blocks stored one at a time now share one deadline, at which the tail expires before the head.
                 self.priorities.apply(batch.rows, n, request_keys.priority, request_keys.ttl_ns)
+            self.policy.on_request_end(request_keys)
             self._end()
 
     def take_hint(
@@ -547,6 +548,8 @@ cdef class BlockCache:
                         table.rows[batch.picked_rows[i]].priority = ONE_SHOT
             if request_keys is not None:
                 self.priorities.apply(batch.rows, n, names.priority, names.ttl_ns)
+            if request_keys is None and may_decline:
+                self.policy.on_request_end(names)
             # Both lists were allocated at their maximum length, so that nothing was allocated in between.
             Py_SET_SIZE(stored, num_taken)
             Py_SET_SIZE(evicted, num_victims)
@@ -649,7 +652,7 @@ cdef class BlockCache:
                     table.num_in_list[table.rows[row].list_idx] -= 1
                     batch.picked_rows[num_dropped] = row
                     num_dropped += 1
-            self.policy.on_remove(batch.picked_rows, num_dropped)
+            self.policy.on_failure(request_keys, batch.picked_rows, num_dropped)
             self.priorities.forget(batch.picked_rows, num_dropped)
             table.release(batch.picked_rows, num_dropped, dropped)
             table.num_pending -= num_dropped

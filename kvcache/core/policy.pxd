@@ -76,6 +76,10 @@ cdef class ReplacementPolicy:
     # The rows of the stored keys enter.
     cdef void on_admit(
         self, RequestKeys request, const Py_ssize_t* places, const int32_t* rows, Py_ssize_t n) noexcept nogil
+    # Stores of `request` (None: unknown) failed. The default calls `on_remove`.
+    cdef void on_failure(self, RequestKeys request, const int32_t* rows, Py_ssize_t n) noexcept nogil
+    # The request offers no more keys. It may still have stores in progress.
+    cdef void on_request_end(self, RequestKeys request) noexcept nogil
 
     # Called by the drivers of a policy: caches and `PolicyAdapter`.
 

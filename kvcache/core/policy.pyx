@@ -90,6 +90,12 @@ cdef class ReplacementPolicy:
     ) noexcept nogil:
         pass
 
+    cdef void on_failure(self, RequestKeys request, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        self.on_remove(rows, n)
+
+    cdef void on_request_end(self, RequestKeys request) noexcept nogil:
+        pass
+
     cdef int use_keys(self, list keys, Batch batch) except -1:
         """Count a use of each key of a call that belongs to no request."""
         cdef Py_ssize_t n = len(keys)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from reference_gittins_units import ReferenceUnits
+from reference_gittins_units import ReferenceUnits, Serving
 
 from kvcache import CPUOffloadingManager, ReqContext, make_offload_key
 from kvcache.lab.traces.trace import Trace
@@ -48,15 +49,18 @@ TABLE = [
     ("agents", "D", 1000, 1163952, 234791),
     ("agents", "D", 2000, 1339726, 109905),
 ]
+# How an engine offers keys: in parts of a step but for "whole".
+STYLES = ["whole", "parts", "by group", "states first", "all", "junction", "unknown", "no positions"]
 CELLS = [pytest.param(*row, marks=[pytest.mark.slow] * (i > 0)) for i, row in enumerate(TABLE)]
 
 
 class Engine:
-    """A compiled manager that serves a request in one step, as the replay does."""
+    """A compiled manager, and the calls that an engine makes."""
 
     def __init__(self, num_blocks: int, windows: list[int | None]) -> None:
         self.now_ms = 0
         self.windows = windows
+        self.anchor_group = windows.index(None)
         self.manager: Any = CPUOffloadingManager(
             TOKENS, num_blocks, "gittins", clock=lambda: self.now_ms / 1000, group_windows=windows
         )
@@ -76,22 +80,43 @@ class Engine:
             for x in path[max(end - window, 0) : end]
         ]
 
-    def request(self, path: list[bytes], prompt_tokens: int, now_ms: int) -> tuple[int, list[bytes]]:
-        """Serve a request. Return its hit in positions, and the stored keys."""
-        self.now_ms = now_ms
-        anchors = [make_offload_key(x, self.windows.index(None)) for x in path]
+    def anchors(self, path: list[bytes]) -> list[bytes]:
+        return [make_offload_key(x, self.anchor_group) for x in path]
+
+    def find_hit(self, path: list[bytes], prompt_tokens: int) -> tuple[int, list[int]]:
+        """Return the hit in positions, and the ends of the prompt."""
         limit = min(len(path), (prompt_tokens - 1) // TOKENS)
-        full = next((i for i, key in enumerate(anchors[:limit]) if not self.is_resident([key])), limit)
+        anchors = self.anchors(path[:limit])
+        full = next((i for i, key in enumerate(anchors) if not self.is_resident([key])), limit)
         hit = next(end for end in range(full, -1, -1) if self.is_resident(self.set_of(path, end)))
-        ends = [end for end in sorted({full, limit}) if end > hit]
+        return hit, [end for end in sorted({full, limit}) if end > hit]
+
+    def offers(self, path: list[bytes], hit: int, ends: list[int]) -> list[bytes]:
+        """Return the keys that an engine offers: those behind the hit, group by group."""
+        windowed = dict.fromkeys(key for end in ends for key in self.set_of(path, end))
+        return self.anchors(path[hit:]) + sorted(windowed, key=lambda key: key[-4:])
+
+    def open(self, path: list[bytes], now_ms: int, has_positions: bool = True) -> ReqContext:
+        self.now_ms = now_ms
         context = ReqContext()
-        position_of = {x: TOKENS * (i + 1) for i, x in enumerate(path)}
-        windowed = sorted({key for end in ends for key in self.set_of(path, end)}, key=lambda key: key[-4:])
-        windowed.sort(key=lambda key: (key[-4:], position_of[key[:-4]]))
-        for key in anchors + windowed:
-            context.set_offload_key_position(key, position_of[key[:-4]])
-        self.manager.touch(anchors, context)
-        output = self.manager.prepare_store(anchors[hit:] + windowed, context)
+        for i, x in enumerate(path if has_positions else []):
+            for group in range(len(self.windows)):
+                context.set_offload_key_position(make_offload_key(x, group), TOKENS * (i + 1))
+        self.manager.touch(self.anchors(path), context)
+        return context
+
+    def load(self, path: list[bytes], hit: int, context: ReqContext) -> None:
+        keys = self.anchors(path[:hit]) + self.set_of(path, hit)
+        if keys:
+            self.manager.prepare_load(keys, context)
+            self.manager.complete_load(keys, context)
+
+    def request(self, path: list[bytes], prompt_tokens: int, now_ms: int) -> tuple[int, list[bytes]]:
+        """Serve a request in one step. Return its hit in positions, and the stored keys."""
+        hit, ends = self.find_hit(path, prompt_tokens)
+        context = self.open(path, now_ms)
+        self.load(path, hit, context)
+        output = self.manager.prepare_store(self.offers(path, hit, ends), context)
         self.manager.complete_store(output.keys_to_store, context)
         self.manager.on_request_finished(context)
         return hit, output.keys_to_store
@@ -126,8 +151,40 @@ def test_replay_of_twin_reproduces_table(shared: Path) -> None:
     assert (num_hits, num_stored) == TABLE[0][3:]
 
 
+def calls_of(style: str, engine: Engine, path: list[bytes], hit: int, ends: list[int], step: int) -> list[list[bytes]]:
+    """Return the keys of each store of a request, as an engine of this style offers them."""
+    windowed = set(engine.offers(path, hit, ends)[len(path) - hit :])
+    calls = []
+    for start in range(hit, len(path), step if style != "whole" else len(path)):
+        positions = path[start : start + step if style != "whole" else None]
+        if style == "whole":
+            return [engine.offers(path, hit, ends)]
+        groups = [
+            [key for key in map(partial(make_offload_key, group_idx=group), positions) if key in windowed or style == "all"]
+            for group, window in enumerate(engine.windows)
+            if window is not None
+        ]
+        anchors = engine.anchors(positions)
+        if style == "states first":
+            calls += [[key] for keys in groups for key in keys] + [anchors]
+        elif style == "by group":
+            calls += [anchors, *filter(None, groups)]
+        else:
+            calls.append(anchors + [key for keys in groups for key in keys])
+    return calls
+
+
+class Running:
+    """A request in both: its calls, and the stores in progress."""
+
+    def __init__(self, context: ReqContext, twin: Serving, calls: list[list[bytes]]) -> None:
+        self.context, self.twin, self.calls = context, twin, calls
+        self.stores: list[list[bytes]] = []
+        self.has_ended = False
+
+
 class UnitsMachine(RuleBasedStateMachine):
-    """The compiled policy beside its twin: hits, stored keys, queue and lists after each request."""
+    """The compiled policy beside its twin, as an engine calls them: stored keys, queue and lists after each call."""
 
     @initialize(
         num_blocks=strategies.integers(3, 60),
@@ -139,7 +196,22 @@ class UnitsMachine(RuleBasedStateMachine):
         self.twin = ReferenceUnits(num_blocks, windows)
         self.draw = random.Random(seed)
         self.paths: list[list[bytes]] = [[]]
+        self.running: list[Running] = []
         self.now_ms = 0
+
+    def agree(self) -> None:
+        assert self.engine.policy.leave_first == list(self.twin.leave_first)
+        assert self.engine.policy.listed == self.twin.listed
+        assert self.engine.policy.gauges()["lru_requests"] == self.twin.lru_requests
+        self.engine.policy.check()
+
+    def make_path(self, num_shared: int, num_new: int, after_s: int) -> list[bytes]:
+        """Return a path that shares a head with an older one."""
+        path = self.draw.choice(self.paths)[: num_shared + 4] + [self.draw.randbytes(8) for _ in range(num_new)]
+        path = path or [self.draw.randbytes(8)]
+        self.paths.append(path)
+        self.now_ms += 1000 * after_s
+        return path
 
     @rule(
         num_shared=strategies.integers(0, 12),
@@ -148,37 +220,115 @@ class UnitsMachine(RuleBasedStateMachine):
         after_s=strategies.sampled_from([0, 1, 3, 10, 60, 600]),
     )
     def request(self, num_shared: int, num_new: int, tokens: int, after_s: int) -> None:
-        """Serve a request that shares a head with an older one."""
-        older = self.draw.choice(self.paths)[: num_shared + 4]
-        path = older + [self.draw.randbytes(8) for _ in range(num_new)]
-        if not path:
-            return
-        self.paths.append(path)
-        self.now_ms += 1000 * after_s
-        prompt_tokens = TOKENS * len(path) + tokens
-        hit = self.twin.request(path, prompt_tokens, self.now_ms)
-        compiled_hit, stored = self.engine.request(path, prompt_tokens, self.now_ms)
+        """Serve a request in one step."""
+        path = self.make_path(num_shared, num_new, after_s)
+        if self.running:
+            return self.begin(num_shared, num_new, tokens, after_s, "whole", 1, True)
+        hit = self.twin.request(path, TOKENS * len(path) + tokens, self.now_ms)
+        compiled_hit, stored = self.engine.request(path, TOKENS * len(path) + tokens, self.now_ms)
 
         assert (compiled_hit, sorted(stored)) == (hit, sorted(self.twin.stored))
-        assert self.engine.policy.leave_first == list(self.twin.leave_first)
-        assert self.engine.policy.listed == self.twin.listed
-        self.engine.policy.check()
+        self.agree()
+        return None
+
+    @rule(
+        num_shared=strategies.integers(0, 12),
+        num_new=strategies.integers(0, 9),
+        tokens=strategies.integers(0, TOKENS - 1),
+        after_s=strategies.sampled_from([0, 1, 10, 60]),
+        style=strategies.sampled_from(STYLES),
+        step=strategies.integers(1, 6),
+        loads=strategies.booleans(),
+    )
+    def begin(
+        self, num_shared: int, num_new: int, tokens: int, after_s: int, style: str, step: int, loads: bool
+    ) -> None:
+        """Begin a request. If it does not load its hit, it has one in the engine's own cache."""
+        path = self.make_path(num_shared, num_new, after_s)
+        hit, ends = self.engine.find_hit(path, TOKENS * len(path) + tokens)
+        if style == "junction" and hit + 1 < len(path):
+            ends = [self.draw.randrange(hit + 1, len(path)), *ends[-1:]]
+        if style == "unknown":
+            calls = [[make_offload_key(x, len(self.engine.windows)) for x in path], self.engine.anchors(path)]
+        else:
+            calls = calls_of(style, self.engine, path, hit if loads else 0, ends, step)
+        has_positions = style != "no positions"
+        context = self.engine.open(path, self.now_ms, has_positions)
+        for call in calls if has_positions else []:
+            for key in call:
+                index = path.index(key[:-4])
+                context.set_offload_key_position(key, TOKENS * (index + 1))
+        twin = self.twin.open(path, self.now_ms, None if has_positions else 0)
+        is_ready = all(key not in self.twin.pending for key in [*twin.path[:hit], *self.twin.set_of(twin.path, hit)])
+        if loads and is_ready:
+            self.engine.load(path, hit, context)
+            self.twin.load(twin, hit)
+        self.running.append(Running(context, twin, calls))
+        self.agree()
+
+    @rule(at=strategies.integers(0, 9))
+    def offer(self, at: int) -> None:
+        """Offer the next keys of a running request."""
+        running = [request for request in self.running if request.calls and not request.has_ended]
+        if not running:
+            return
+        request = running[at % len(running)]
+        keys = request.calls.pop(0)
+        output = self.engine.manager.prepare_store(keys, request.context)
+        self.twin.offer(request.twin, keys)
+
+        assert sorted(output.keys_to_store) == sorted(self.twin.stored)
+        request.stores.append(output.keys_to_store)
+        self.agree()
+
+    @rule(at=strategies.integers(0, 9), success=strategies.sampled_from([True, True, False]))
+    def finish_store(self, at: int, success: bool) -> None:
+        running = [request for request in self.running if request.stores]
+        if not running:
+            return
+        request = running[at % len(running)]
+        keys = request.stores.pop(0)
+        context = None if request.has_ended and success else request.context
+        self.engine.manager.complete_store(keys, context, success)
+        if success:
+            self.twin.pending.difference_update(keys)
+        else:
+            self.twin.fail(request.twin, keys)
+        self.agree()
+
+    @rule(at=strategies.integers(0, 9), aborts=strategies.booleans())
+    def end(self, at: int, aborts: bool) -> None:
+        running = [request for request in self.running if not request.has_ended and (aborts or not request.calls)]
+        if not running:
+            return
+        request = running[at % len(running)]
+        request.has_ended = True
+        self.engine.manager.on_request_finished(request.context)
+        self.twin.end(request.twin)
+        self.agree()
 
 
 TestUnitsMachine = UnitsMachine.TestCase
-TestUnitsMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestUnitsMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.parametrize("windows", [[None, 1], [None, 2, 2], [None, 1, 1, 1]])
-def test_random_requests_agree_with_twin(windows: list[int | None]) -> None:
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_random_requests_agree_with_twin(windows: list[int | None], in_parts: bool) -> None:
     for seed in range(12):
         machine = UnitsMachine()
         machine.start(random.Random(seed).randrange(3, 61), windows, seed)
+        draw = machine.draw
         for _ in range(150):
-            machine.request(
-                machine.draw.randrange(13), machine.draw.randrange(10), machine.draw.randrange(TOKENS),
-                machine.draw.choice([0, 1, 3, 10, 60]),
-            )  # fmt: skip
+            shape = (draw.randrange(13), draw.randrange(10), draw.randrange(TOKENS), draw.choice([0, 1, 3, 10, 60]))
+            if not in_parts:
+                machine.request(*shape)
+                continue
+            machine.begin(*shape, draw.choice(STYLES), draw.randrange(1, 7), draw.random() < 0.7)
+            for _ in range(draw.randrange(9)):
+                machine.offer(draw.randrange(9))
+                machine.finish_store(draw.randrange(9), draw.random() < 0.9)
+            machine.end(draw.randrange(9), draw.random() < 0.2)
 
 
 def test_failures_parts_and_resets_break_no_invariant() -> None:
@@ -236,14 +386,22 @@ def test_one_group_is_plain_gittins() -> None:
     assert type(CPUOffloadingManager(16, 8, "gittins", group_windows=[None]).policy).__name__ == "GittinsCachePolicy"
 
 
-def test_unknown_groups_and_keys_outside_sets_are_declined() -> None:
+def test_keys_outside_sets_are_declined() -> None:
     engine = Engine(20, [None, 1])
     path = [b"%d" % i for i in range(6)]
-    context = ReqContext()
-    keys = [make_offload_key(x, group) for group in range(3) for x in path]
-    for key in keys:
-        context.set_offload_key_position(key, TOKENS * (path.index(key[:-4]) + 1))
-    output = engine.manager.prepare_store([*keys, b"key"], context)
+    context = engine.open(path, 0)
+    keys = [make_offload_key(x, group) for group in range(2) for x in path]
 
-    assert output.keys_to_store == [*keys[:6], keys[11]]
-    assert engine.manager.stats().declined_blocks == 12
+    assert engine.manager.prepare_store(keys, context).keys_to_store == [*keys[:6], keys[11]]
+    assert engine.manager.stats().declined_blocks == 5
+
+
+def test_unknown_group_is_served_by_lru() -> None:
+    engine = Engine(6, [None, 1])
+    path = [b"%d" % i for i in range(6)]
+    context = engine.open(path, 0)
+    keys = [*engine.anchors(path[:4]), b"key"]
+    engine.manager.complete_store(engine.manager.prepare_store(keys, context).keys_to_store, context)
+
+    assert engine.policy.leave_first == keys
+    assert engine.policy.gauges()["lru_requests"] == 1

@@ -1,9 +1,10 @@
-"""The specification of `gittins` for models with several KV-cache groups, in plain dicts, one request in one step."""
+"""The specification of `gittins` for models with several KV-cache groups, in plain dicts, as an engine serves them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from reference_gittins import ReferenceGittins
 
@@ -14,6 +15,20 @@ TOKENS_PER_BLOCK = 512
 Lists = list[tuple[int, int, list[bytes]]]
 
 
+@dataclass
+class Serving:
+    """A request: its anchors, and how far it was decided. `mode` is new, open, declined or lru."""
+
+    path: list[bytes]
+    uses: RequestUses
+    named: dict[bytes, bool] = field(default_factory=dict)  # each used key, and whether it was offered
+    mode: str = "new"
+    loaded: int = 0
+    hit: int = 0
+    ends: list[int] = field(default_factory=list)
+    num_decided: int = 0
+
+
 class ReferenceUnits(ReferenceGittins):
     """Anchors are what `gittins` knows. Windowed keys only count the boundaries that need them."""
 
@@ -21,25 +36,67 @@ class ReferenceUnits(ReferenceGittins):
         super().__init__(cache_capacity)
         self.anchor_group = list(group_windows).index(None)
         self.windows = {group: window for group, window in enumerate(group_windows) if window is not None}
-        self.needs: dict[bytes, int] = {}  # of each resident windowed key: live boundaries whose set holds it
+        self.needs: dict[bytes, int] = {}  # of each resident key that is no anchor: live boundaries whose set holds it
         self.boundaries: set[bytes] = set()
         self.leave_first: OrderedDict[bytes, None] = OrderedDict()
-        self.stored: list[bytes] = []  # by the last request
+        self.pending: set[bytes] = set()
+        self.failed: set[bytes] = set()  # keys that `fail` is removing
+        self.stored: list[bytes] = []  # by the last store
+        self.lru_requests = 0
 
     def request(self, path: list[bytes], prompt_tokens: int, now_ms: int) -> int:
-        """Look up, use and store a request with the hashes `path`. Return its hit in positions."""
-        self.path = [make_offload_key(x, self.anchor_group) for x in path]
-        hit, ends = self.find_hit(prompt_tokens)
-        self.now_ms = now_ms
-        for key in self.path:
-            self.leave_first.pop(key, None)
-        uses = RequestUses()
-        uses.positions = {key: TOKENS_PER_BLOCK * (i + 1) for i, key in enumerate(self.path)}
-        uses.read_positions()
-        uses.add(self.path)
-        self.count_uses(self.path, uses)
-        self.store(hit, ends)
+        """Serve a request with the hashes `path` in one step. Return its hit in positions."""
+        request = self.open(path, now_ms)
+        hit, ends = self.find_hit(request.path, prompt_tokens)
+        self.load(request, hit)
+        self.offer(request, self.offers(request.path, hit, ends))
+        self.pending.clear()
+        self.end(request)
         return hit
+
+    def open(self, path: list[bytes], now_ms: int, num_known: int | None = None) -> Serving:
+        """Begin a request, and use its anchors. `num_known`: the request names so many positions only; 0: none."""
+        request = Serving([make_offload_key(x, self.anchor_group) for x in path], RequestUses())
+        self.now_ms = now_ms
+        if num_known != 0:
+            request.uses.positions = {key: TOKENS_PER_BLOCK * (i + 1) for i, key in enumerate(request.path)}
+            request.uses.read_positions()
+        self.use(request, request.path)
+        return request
+
+    def group_of_key(self, key: bytes) -> int:
+        """Return the KV-cache group of a key, or -1 if it is unknown."""
+        group = int.from_bytes(key[-4:], "big")
+        return group if len(key) > 4 and (group in self.windows or group == self.anchor_group) else -1
+
+    def is_anchor(self, key: bytes) -> bool:
+        return self.group_of_key(key) == self.anchor_group
+
+    def use(self, request: Serving, keys: list[bytes], is_store: bool = False) -> None:
+        new = [key for key in keys if key not in request.named]
+        request.named.update(dict.fromkeys(new, False))
+        if new and (request.uses.positions is None or any(self.group_of_key(key) < 0 for key in new)):
+            self.lru_requests += request.mode != "lru"
+            request.mode = "lru"
+        for key in new if not is_store else []:
+            if self.group_of_key(key) in self.windows and request.uses.positions is not None:
+                request.loaded = max(request.loaded, self.index_in(request, key) + 1)
+        if request.mode == "lru":
+            for key in reversed(new):
+                if key in self.leave_first:
+                    self.leave_first.move_to_end(key)
+            return
+        anchors = [key for key in new if self.is_anchor(key)]
+        for key in anchors:
+            self.rejoin(key, is_listed=False)
+        request.uses.add(anchors)
+        self.count_uses(anchors, request.uses)
+
+    def index_in(self, request: Serving, key: bytes) -> int:
+        return request.path.index(make_offload_key(key[:-4], self.anchor_group))
+
+    def load(self, request: Serving, hit: int) -> None:
+        self.use(request, request.path[:hit] + self.set_of(request.path, hit))
 
     @property
     def listed(self) -> Lists:
@@ -48,76 +105,176 @@ class ReferenceUnits(ReferenceGittins):
             (*cell, list(group.resident)) for cell in sorted(self.cells) for group in self.cells[cell] if group.resident
         ]
 
-    def find_hit(self, prompt_tokens: int) -> tuple[int, list[int]]:
-        limit = min(len(self.path), (prompt_tokens - 1) // TOKENS_PER_BLOCK)
-        full = next((i for i, key in enumerate(self.path[:limit]) if key not in self.blocks), limit)
-        hit = next(end for end in range(full, -1, -1) if self.is_set_resident(end))
+    def find_hit(self, path: list[bytes], prompt_tokens: int) -> tuple[int, list[int]]:
+        limit = min(len(path), (prompt_tokens - 1) // TOKENS_PER_BLOCK)
+        full = next((i for i, key in enumerate(path[:limit]) if key not in self.blocks), limit)
+        hit = next(end for end in range(full, -1, -1) if self.is_set_resident(path, end))
         return hit, [end for end in sorted({full, limit}) if end > hit]
 
-    def set_of(self, end: int) -> list[bytes]:
+    def set_of(self, path: list[bytes], end: int) -> list[bytes]:
         """Return the windowed keys that a resumption at `end` needs, by group, shallow to deep."""
         return [
             make_offload_key(key[:-4], group)
             for group, window in self.windows.items()
-            for key in self.path[max(end - window, 0) : end]
+            for key in path[max(end - window, 0) : end]
         ]
 
-    def is_set_resident(self, end: int) -> bool:
-        return all(key in self.needs for key in self.set_of(end))
+    def is_set_resident(self, path: list[bytes], end: int) -> bool:
+        return all(key in self.needs for key in self.set_of(path, end))
 
-    def offers(self, hit: int, ends: list[int]) -> list[bytes]:
+    def offers(self, path: list[bytes], hit: int, ends: list[int]) -> list[bytes]:
         """Return the keys that an engine offers: those behind the hit, group by group."""
-        windowed = dict.fromkeys(key for end in ends for key in self.set_of(end))
-        return self.path[hit:] + sorted(windowed, key=lambda key: key[-4:])
+        windowed = dict.fromkeys(key for end in ends for key in self.set_of(path, end))
+        return path[hit:] + sorted(windowed, key=lambda key: key[-4:])
 
-    def store(self, hit: int, ends: list[int]) -> None:
-        new: dict[bytes, int] = {}  # the absent keys, each with the index of its position
-        index_of = {key[:-4]: i for i, key in enumerate(self.path)}
-        stops = []
-        for i, key in enumerate(self.path):
-            if key not in self.blocks:
-                new[key] = i
-            if i + 1 in ends:
-                new.update((needed, index_of[needed[:-4]]) for needed in self.set_of(i + 1) if needed not in self.needs)
-                stops.append(len(new))
-        stops.append(len(new))
-        self.named = {*self.path, *(key for end in ends for key in self.set_of(end))}
-        self.stored = list(new)[: self.free_slots(list(new.items()), stops)]
-        for key in self.stored:
-            self.enter(key, new[key])
-        deepest = hit
-        for end in ends:
-            if self.path[end - 1] in self.blocks and self.is_set_resident(end):
-                if self.path[end - 1] not in self.boundaries:
-                    self.make_boundary(end)
-                deepest = end
-        for key in self.stored:
-            if self.needs.get(key) == 0:
-                self.leave_first.setdefault(key)
-        if deepest > hit > 0 and self.path[hit - 1] in self.boundaries:
-            nearest = self.path[max(hit - WAY_BACK * sum(self.windows.values()), 0) : hit - 1]
-            if not self.boundaries.isdisjoint(nearest):
-                self.give_up(self.path[hit - 1])
+    def offer(self, request: Serving, keys: list[bytes]) -> None:
+        """Store the keys of one call that are worth it."""
+        self.use(request, keys, is_store=True)
+        request.named.update(dict.fromkeys(keys, True))
+        absent = [key for key in dict.fromkeys(keys) if key not in self.blocks and key not in self.needs]
+        self._recall([key for key in absent if self.is_anchor(key)], keys, request.uses)
+        self.named = {*keys, *self.pending}
+        if request.mode == "lru":
+            room = self.cache_capacity - len(self.blocks) - len(self.needs)
+            room += self.evict_blocks(len(absent) - room)
+            self.stored = absent[:room]
+            for key in self.stored:
+                self.enter(key, None)
+                self.queue(key)
+        else:
+            if request.mode == "new":
+                self.find_ends(request, keys)
+            self.move_ends(request, keys, absent)
+            self.store(request, keys, absent)
+        self.pending.update(self.stored)
         self._trim()
 
-    def free_slots(self, new: list[tuple[bytes, int]], stops: list[int]) -> int:
-        """Evict for one unit after the other, and return how many of the new keys are stored."""
+    def find_ends(self, request: Serving, keys: list[bytes]) -> None:
+        path, request.mode = request.path, "open"
+        limit = len(path)
+        if limit and path[-1] in keys:
+            limit = next((end for end in range(limit, 0, -1) if self.offers_end(path, end, keys)), 0)
+            limit = limit if limit > request.loaded else 0
+        full = next((i for i, key in enumerate(path[: limit or None]) if key not in self.blocks), limit or len(path))
+        request.hit = min(full, request.loaded) or next(
+            (end for end in range(full, 0, -1) if path[end - 1] in self.boundaries), 0
+        )
+        request.ends = [end for end in sorted({full, limit}) if end > request.hit and limit >= full]
+
+    def offers_end(self, path: list[bytes], end: int, keys: list[bytes]) -> bool:
+        return any(make_offload_key(path[end - 1][:-4], group) in keys for group in self.windows)
+
+    def move_ends(self, request: Serving, keys: list[bytes], absent: list[bytes]) -> None:
+        """Take the end of a whole set that the call offers as an end, unless it offers the request's ends."""
+        runs: list[list[int]] = []  # group, first and last index of consecutive absent keys
+        before = (-1, -2)
+        for key in absent:
+            here = (self.group_of_key(key), self.index_in(request, key))
+            if here[0] in self.windows:
+                if before != (here[0], here[1] - 1):
+                    runs.append([*here, here[1]])
+                runs[-1][2] = here[1]
+            before = here
+        for group, first, last in runs:
+            around = [
+                make_offload_key(key[:-4], group)
+                for key in request.path[max(last + 1 - self.windows[group], 0) : last + 2]
+            ]
+            has = [key in keys or key in self.needs for key in around]
+            end = last + 1
+            if last - first < self.windows[group] and all(has[: end - max(end - self.windows[group], 0)]):
+                if end == len(request.path) or not has[-1]:
+                    self.add_end(request, end, keys)
+
+    def add_end(self, request: Serving, end: int, keys: list[bytes]) -> None:
+        ends, path = request.ends, request.path
+        if end in ends or end <= request.hit:
+            return
+        if ends and ends[-1] == end + 1 == len(path) and not self.offers_end(path, end + 1, keys):
+            ends[-1] = end
+            return
+        if len(ends) == 2:
+            if request.num_decided or self.offers_end(path, ends[0], keys):
+                return
+            del ends[0]
+        elif request.num_decided and (request.num_decided > len(ends) or (ends and end < ends[0])):
+            request.num_decided += 1
+        request.ends = sorted([*ends, end])
+
+    def new_keys(self, request: Serving, absent: list[bytes]) -> list[tuple[bytes, int, int]]:
+        """Return the keys that may be stored, each with its index on the path and its unit."""
+        path, new, unit = request.path, {}, 0
+        for i, key in enumerate(path):
+            if key in absent and (i == 0 or path[i - 1] in self.blocks or path[i - 1] in new):
+                new[key] = (i, unit)
+            if unit < len(request.ends) and i + 1 == request.ends[unit]:
+                for needed in self.set_of(path, i + 1):
+                    if needed in absent:
+                        new.setdefault(needed, (self.index_in(request, needed), unit))
+                unit += 1
+        return [(key, *place) for key, place in new.items()]
+
+    def store(self, request: Serving, keys: list[bytes], absent: list[bytes]) -> None:
+        path = request.path
+        new = self.new_keys(request, absent)
+        self.named.update(path, *(self.set_of(path, end) for end in request.ends))
+        self.stored = [key for key, _, _ in new[: self.free_slots(request, new)]]
+        for key, index, _ in new[: len(self.stored)]:
+            self.enter(key, path[index - 1] if index and self.is_anchor(key) else None)
+            if self.is_anchor(key):
+                self.group_of[key].resident[key] = None
+        deepest = request.hit
+        for end in request.ends:
+            if self.is_chain(path, end) and self.is_set_resident(path, end):
+                if path[end - 1] not in self.boundaries:
+                    self.make_boundary(path, end)
+                deepest = end
+        hit = request.hit
+        if deepest > hit > 0 and path[hit - 1] in self.boundaries:
+            nearest = path[max(hit - WAY_BACK * sum(self.windows.values()), 0) : hit - 1]
+            if not self.boundaries.isdisjoint(nearest):
+                self.give_up(path[hit - 1])
+
+    def is_chain(self, path: list[bytes], end: int) -> bool:
+        reach = path[max(end - max(self.windows.values()), 0) : end]
+        return all(key in self.blocks for key in reach) and all(
+            self.parent_of(key) == parent for parent, key in zip(reach, reach[1:], strict=False)
+        )
+
+    def parent_of(self, key: bytes) -> bytes | None:
+        parent = self.parents[key]
+        return parent if parent in self.blocks else None
+
+    def free_slots(self, request: Serving, new: list[tuple[bytes, int, int]]) -> int:
+        """Decide and evict for one unit after the other, and return how many of the new keys are stored."""
         room, start = self.cache_capacity - len(self.blocks) - len(self.needs), 0
-        for stop in stops:
-            need = stop - room
-            if stop > start and need > 0:
-                if not self.is_worth(self.path[new[start][1]], need - len(self.leave_first)):
-                    return start
-                room += self.evict_blocks(need)
-                if room < stop:
-                    return room
+        while start < len(new) and request.mode == "open":
+            unit = new[start][2]
+            stop = next((i for i in range(start, len(new)) if new[i][2] != unit), len(new))
+            if unit >= request.num_decided:
+                request.num_decided = unit + 1
+                need = self.num_absent(request, unit) - room
+                if need > 0 and not self.is_worth(request.path[new[start][1]], need - len(self.leave_first)):
+                    request.mode = "declined"
+                    break
+            room += self.evict_blocks(stop - room)
+            if room < stop:
+                request.mode = "declined"
+                return room
             start = stop
         return start
 
+    def num_absent(self, request: Serving, unit: int) -> int:
+        """Return the number of absent keys up to the end of a unit."""
+        ends = request.ends[: unit + 1]
+        stop = request.ends[unit] if unit < len(request.ends) else None
+        needed = {key for end in ends for key in self.set_of(request.path, end)}
+        return sum(key not in self.needs for key in needed) + sum(key not in self.blocks for key in request.path[:stop])
+
     def is_worth(self, anchor: bytes, n: int) -> bool:
         """Return whether an anchor is worth more than the cheapest three quarters of `n` listed anchors."""
-        worth = self.value[self.group_of[anchor].cls][0]
-        n -= n // 4
+        worth = self.value[self.group_of[anchor].cls if anchor in self.group_of else 0][0]
+        n -= max(n, 0) // 4
         for (cls, b), groups in self._by_value():
             if n <= 0:
                 return True
@@ -153,28 +310,68 @@ class ReferenceUnits(ReferenceGittins):
             if key in self.needs:
                 del self.needs[key]
                 continue
-            parent = self.parents[key]
-            self._remove(key)
-            if parent is not None and self.kids[parent] == 0 and parent not in self.boundaries:
-                self.queue(parent)
+            self.drop(key)
         return got
 
-    def enter(self, key: bytes, index: int) -> None:
-        if key != self.path[index]:
+    def drop(self, anchor: bytes) -> None:
+        had_kids = self.kids.get(parent := self.parent_of(anchor), 0) > 0
+        self._remove(anchor)
+        if had_kids and self.kids[parent] == 0 and parent not in self.boundaries:
+            self.queue(parent)
+
+    def enter(self, key: bytes, parent: bytes | None) -> None:
+        if not self.is_anchor(key):
             self.needs[key] = 0
             return
-        parent = self.path[index - 1] if index else None
         self._store(key, parent)
         if parent is not None:
             self.rejoin(parent)
-        self.group_of[key].resident[key] = None
 
-    def make_boundary(self, end: int) -> None:
-        self.boundaries.add(self.path[end - 1])
-        self.rejoin(self.path[end - 1])
-        for key in self.set_of(end):
+    def make_boundary(self, path: list[bytes], end: int) -> None:
+        self.boundaries.add(path[end - 1])
+        self.rejoin(path[end - 1])
+        for key in self.set_of(path, end):
             self.needs[key] += 1
             self.leave_first.pop(key, None)
+
+    def end(self, request: Serving) -> None:
+        """Queue windowed keys that no boundary needs, and the last anchor of a prompt that was not offered whole."""
+        if request.mode == "lru":
+            return
+        for key in request.named:
+            if self.needs.get(key) == 0:
+                self.queue(key)
+        num_resident = next((i for i, key in enumerate(request.path) if key not in self.blocks), len(request.path))
+        if 0 < num_resident < len(request.path) and not request.named[request.path[num_resident]]:
+            if request.path[num_resident - 1] not in self.boundaries:
+                self.give_up(request.path[num_resident - 1])
+
+    def fail(self, request: Serving, keys: Iterable[bytes]) -> None:
+        """Remove keys whose store failed. The request's boundaries that need them end."""
+        failed = [key for key in keys if key in self.pending]
+        if not failed:
+            return
+        self.pending.difference_update(failed)
+        for key in failed:
+            self.leave_first.pop(key, None)
+            if key in self.group_of:
+                self.group_of[key].resident.pop(key, None)
+        self.failed = set(failed)
+        for end in request.ends if request.mode != "lru" else []:
+            if request.path[end - 1] in self.boundaries:
+                has_set = all(key in self.needs and key not in failed for key in self.set_of(request.path, end))
+                if not has_set or not self.failed.isdisjoint(request.path[:end]):
+                    self.give_up(request.path[end - 1])
+        for key in failed:
+            if key in self.boundaries:
+                self.give_up(key)
+        for key in failed:
+            if key in self.needs:
+                del self.needs[key]
+            else:
+                self.drop(key)
+        self.failed = set()
+        self._trim()
 
     def give_up(self, anchor: bytes) -> None:
         """End a boundary, if there is one. Windowed keys are queued before their anchor."""
@@ -186,22 +383,24 @@ class ReferenceUnits(ReferenceGittins):
                     if ancestor is None:
                         break
                     key = make_offload_key(ancestor[:-4], group)
-                    self.needs[key] -= 1
-                    if self.needs[key] == 0:
-                        self.queue(key)
-                    ancestor = self.parents[ancestor]
+                    if self.needs.get(key, 0) > 0:
+                        self.needs[key] -= 1
+                        if self.needs[key] == 0:
+                            self.queue(key)
+                    ancestor = self.parent_of(ancestor)
         if self.kids[anchor] == 0:
             self.queue(anchor)
 
     def queue(self, key: bytes) -> None:
-        if key in self.leave_first:
+        if key in self.leave_first or key in self.failed:
             return
         if key in self.group_of:
             self.group_of[key].resident.pop(key, None)
         self.leave_first[key] = None
 
-    def rejoin(self, anchor: bytes) -> None:
+    def rejoin(self, anchor: bytes, is_listed: bool = True) -> None:
         """Return a queued anchor, which is needed again, to its group's list."""
         if anchor in self.leave_first:
             del self.leave_first[anchor]
-            self.group_of[anchor].resident[anchor] = None
+            if is_listed:
+                self.group_of[anchor].resident[anchor] = None

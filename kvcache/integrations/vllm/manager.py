@@ -163,7 +163,8 @@ class KVCacheOffloadingManager(OffloadingManager):
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         ours = req_context.get_state(EngineRequest)
         stored = ours.end_transfer(keys, self._num_resets)
-        self._manager.complete_store(stored, self._open_request(ours), success)
+        context = self._open_request(ours) if success else ours
+        self._manager.complete_store(stored, context, success)
         if not success and "metadata_only" in _EVENT_FIELDS and self._pool.events is not None:
             self._failed += stored
 

@@ -16,7 +16,7 @@ from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport PyBytes_CheckExact, PyBytes_GET_SIZE, count_rows, ref_of
 from kvcache.policies.gittins.groups cimport HOLDERS, class_of, lowest_bit
 from kvcache.policies.gittins.policy cimport (
-    GROUPED, NUM_LISTS, QUEUED, WINDOWED, GittinsCachePolicy, Label, MadeGroup, group_in,
+    GROUPED, NUM_LISTS, QUEUED, WINDOWED, GittinsCachePolicy, Label, MadeGroup, RequestState, group_in,
 )
 from kvcache.policies.gittins.values cimport CLASSES_PER_HINT, NUM_BINS
 
@@ -36,16 +36,33 @@ cdef enum:
     LEAVING = NUM_LISTS     # in place of a list, of a row that is being removed
     MOST_ENDS = 2           # ends of a request: behind its leading resident anchors, and behind its prompt
 
+# What the rule does with a request.
+cdef enum:
+    NEW = 0                 # it has offered nothing yet
+    OPEN = 1
+    DECLINED = 2            # a unit was declined: the rest is declined, too
+    BY_LRU = 3              # positions or a group are unknown, so all keys are stored, and the oldest leave first
+
 # What this rule keeps of a row.
 cdef struct Unit:
     uint32_t needs          # of a windowed key: live boundaries whose set holds it
     bint is_boundary        # of an anchor: a request can resume behind it
 
-# A new key of a store: its place in the request, the index of its position on the path, and that of its unit's end.
+# State of a request, behind its RequestState.
+cdef struct Progress:
+    uint64_t era            # of the policy; another one: the policy was reset
+    int64_t loaded          # the largest position of a windowed key that was loaded
+    int32_t hit             # positions
+    int32_t[MOST_ENDS] ends
+    uint8_t num_ends
+    uint8_t num_decided     # units; the last unit holds the anchors behind the last end
+    uint8_t mode
+
+# A new key of a store: its place in the request, the index of its position on the path, and its unit.
 cdef struct NewKey:
     Py_ssize_t place
     Py_ssize_t index
-    Py_ssize_t end
+    int unit
     bint is_windowed
 
 
@@ -61,6 +78,9 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     which a request can resume, because its *set*, the windowed keys just before its end, is resident. A stretch up to
     such an end is stored whole or declined. Keys that nothing needs any more leave first. Windowed keys have no value
     of their own: they leave with their boundaries.
+
+    A request's first call must name the positions of its prompt's keys, and use its anchors. Without positions, or with
+    a key of an unknown group, sets cannot be found: such a request is served by lru, and counted (`lru_requests`).
     """
 
     group_policy = None
@@ -80,15 +100,15 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef NewKey* new                    # [new_size]: the absent keys in the order in which they are stored
     cdef Py_ssize_t new_size
     cdef Py_ssize_t num_new
-    cdef Py_ssize_t hit
-    cdef Py_ssize_t[MOST_ENDS] ends
-    cdef int num_ends
+    cdef int32_t passed_over            # the last queued row that is in use, for the rest of the store
+    cdef int num_passes                 # rows and groups in use that this store may still pass over
+    cdef readonly uint64_t lru_requests
     # [anchors_size]: the anchors among the keys of one call.
     cdef int32_t* anchor_places
     cdef int32_t* anchor_rows
     cdef uint64_t* anchor_hashes
     cdef Py_ssize_t anchors_size
-    cdef bint has_orphans               # a failed store removed a parent: its children do not protect it any more
+    cdef bint has_failed                # a failed store may have left other requests' boundaries incomplete
 
     def __cinit__(self, cache_capacity):
         self.takes_any = True
@@ -153,6 +173,10 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         self.anchor_group = <int> windows.index(None)
         self.set_size = sum(window or 0 for window in windows)
         self.largest_window = max(window or 0 for window in windows)
+
+    def gauges(self):
+        """Return the gauges of `gittins`, and the number of requests that were served by lru."""
+        return {**GittinsCachePolicy.gauges(self), "lru_requests": self.lru_requests}
 
     @property
     def leave_first(self):
@@ -247,10 +271,12 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef bint _is_set_resident(self, RequestKeys names, Py_ssize_t end) noexcept nogil:
         """Return whether all windowed keys that a resumption at `end` needs are resident."""
         cdef Py_ssize_t i
+        cdef int32_t row
         cdef int group
         for group in range(self.num_groups):
             for i in range(max(end - self.windows[group], 0) if self.windows[group] else end, end):
-                if self._windowed_row(self._anchor_at(names, i), group) == 0:
+                row = self._windowed_row(self._anchor_at(names, i), group)
+                if row == 0 or self.table.rows[row].list_idx == LEAVING:
                     return False
         return True
 
@@ -282,6 +308,10 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         count_rows(self.table, rows[row].list_idx, -1)
         count_rows(self.table, QUEUED, 1)
         rows[row].list_idx = QUEUED
+        self._link_queued(row)
+
+    cdef void _link_queued(self, int32_t row) noexcept nogil:
+        cdef Row* rows = self.table.rows
         rows[row].prev = self.queue_last
         rows[row].next = 0
         if self.queue_last != 0:
@@ -352,11 +382,11 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         if self.members[anchor].kids == 0:
             self._queue(anchor)
 
-    cdef void _pass_boundary(self, RequestKeys names) noexcept nogil:
+    cdef void _pass_boundary(self, RequestKeys names, Py_ssize_t hit) noexcept nogil:
         """Give up the boundary at the hit if another one is close before it: the request has made a deeper one."""
-        cdef Py_ssize_t i, hit = self.hit
+        cdef Py_ssize_t i
         cdef int32_t row, anchor = names.row_now(self.table, self.path[hit - 1])
-        if not self.units[anchor].is_boundary:
+        if anchor == 0 or not self.units[anchor].is_boundary:
             return
         for i in range(max(hit - WAY_BACK * self.set_size, 0), hit - 1):
             row = names.row_now(self.table, self.path[i])
@@ -365,6 +395,13 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                 return
 
     # ---- use ------------------------------------------------------------------------------------------------------
+
+    cdef Progress* _progress_of(self, RequestKeys request) noexcept nogil:
+        cdef Progress* progress = <Progress*> (<char*> request.policy_state + sizeof(RequestState))
+        if progress.era != self.era:
+            memset(progress, 0, sizeof(Progress))
+            progress.era = self.era
+        return progress
 
     cdef void on_request_use(
         self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n
@@ -375,19 +412,38 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef int32_t* places = self.anchor_places
         cdef int32_t* anchor_rows = self.anchor_rows
         cdef uint64_t* anchor_hashes = self.anchor_hashes
+        cdef Progress* progress = self._progress_of(request)
+        cdef int group
         for i in range(n):
             place = request.used[first + i]
-            if self._group_of(request.named[place].key) != self.anchor_group:
-                request.uses[place].note = 0
-                continue
-            places[count] = place
-            anchor_rows[count] = rows[i]
-            anchor_hashes[count] = hashes[i]
-            count += 1
-            if rows[i] != 0:
-                self._unqueue(rows[i])
+            request.uses[place].note = 0
+            group = self._group_of(request.named[place].key)
+            if group < 0 or not request.num_positions:
+                self._serve_by_lru(progress)
+            elif group == self.anchor_group:
+                places[count] = place
+                anchor_rows[count] = rows[i]
+                anchor_hashes[count] = hashes[i]
+                count += 1
+            elif request.named[place].mark == 0:
+                # It is not offered, so it is loaded.
+                progress.loaded = max(progress.loaded, request.uses[place].position)
+        if progress.mode == BY_LRU:
+            # The first key of the call becomes the youngest.
+            for i in range(n - 1, -1, -1):
+                if rows[i] != 0 and self.table.rows[rows[i]].list_idx == QUEUED:
+                    self._unlink_queued(rows[i])
+                    self._link_queued(rows[i])
+            return
+        for i in range(count):
+            if anchor_rows[i] != 0:
+                self._unqueue(anchor_rows[i])
         if count != 0:
             self._use_keys(request, anchor_rows, anchor_hashes, places, count, self._length_of(request, count))
+
+    cdef void _serve_by_lru(self, Progress* progress) noexcept nogil:
+        self.lru_requests += progress.mode != BY_LRU
+        progress.mode = BY_LRU
 
     cdef int32_t _length_of(self, RequestKeys request, Py_ssize_t n) noexcept nogil:
         """Return the number of positions of a request: its last one, in steps of the first. Else `n`."""
@@ -413,26 +469,35 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         int32_t* victims, Py_ssize_t* num_victims
     ) noexcept nogil:
         """Mark the keys to store. They are whole units, but where too many blocks are in use."""
-        cdef Py_ssize_t i, num_taken
+        cdef Py_ssize_t i, num_taken = 0
+        cdef Progress* progress = self._progress_of(names)
         num_victims[0] = 0
-        self.num_new = self.num_ends = 0
-        self.hit = 0
+        self.num_new = 0
+        self.passed_over = 0
+        self.num_passes = MOST_PASSED
         for i in range(n):
             names.uses[places[i]].is_taken = True
         self._recall(names, places, n, num_offered, last_place)
         if self._read_path(names):
-            self._find_ends(names)
-            self._order_new_keys(names)
+            if progress.mode != BY_LRU:
+                if progress.mode == NEW:
+                    self._find_ends(names, progress)
+                self._move_ends(names, progress, places, n)
+                self._order_new_keys(names, progress)
+                self._protect(names, progress)
+                num_taken = self._make_room(names, progress, victims, num_victims)
+            else:
+                for i in range(n):
+                    self._add_new(names, places[i], -1, 0, True)
+                num_taken = min(n, self._evict_for(n, victims, num_victims))
         for i in range(n):
             names.uses[places[i]].is_taken = False
-        self._protect(names)
-        num_taken = self._make_room(names, victims, num_victims)
         self._remember_rows(victims, num_victims[0])
         for i in range(num_taken):
             names.uses[self.new[i].place].is_taken = True
         self.num_new = num_taken
         if num_taken == 0:
-            self._complete(names)
+            self._complete(names, progress)
         return num_taken
 
     cdef void _recall(
@@ -481,106 +546,222 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             place = names.uses[place - 1].after
         return True
 
-    cdef void _find_ends(self, RequestKeys names) noexcept nogil:
-        """Find the hit and the request's ends: behind its leading resident anchors, and behind the offered keys."""
-        cdef Py_ssize_t i, place, full = 0, limit = 0, hit
+    cdef bint _is_offered(self, RequestKeys names, Py_ssize_t index, int group) noexcept nogil:
+        """Return whether this call offers a windowed key, resident or not."""
+        cdef Py_ssize_t place = self._windowed_place(names, self._anchor_at(names, index), group)
+        return place >= 0 and names.named[place].mark == self.table.mark
+
+    cdef bint _is_end_offered(self, RequestKeys names, Py_ssize_t end) noexcept nogil:
+        """Return whether this call offers a windowed key of the last position before `end`."""
         cdef int group
-        # The engine offers the windowed keys of its prompt's end, so the deepest one tells where that is.
-        for i in range(self.path_length - 1 if names.num_seen > self.path_length else -1, -1, -1):
-            for group in range(self.num_groups):
-                if self.windows[group] != 0 and limit == 0:
-                    place = self._windowed_place(names, self._anchor_at(names, i), group)
-                    if place >= 0 and names.named[place].mark == self.table.mark:
-                        limit = i + 1
-            if limit != 0:
-                break
-        while full < (limit if limit else self.path_length) and names.row_now(self.table, self.path[full]) != 0:
-            full += 1
-        hit = full
-        while hit > 0 and not self._is_set_resident(names, hit):
-            hit -= 1
-        self.hit = hit
+        for group in range(self.num_groups):
+            if self.windows[group] != 0 and self._is_offered(names, end - 1, group):
+                return True
+        return False
+
+    cdef void _find_ends(self, RequestKeys names, Progress* progress) noexcept nogil:
+        """Find the hit and the ends of a request: behind its leading resident anchors, and behind its prompt.
+
+        A call that offers the path's last anchor offers the windowed keys of the prompt's end, too. Otherwise, the
+        prompt is taken to end with the path, until windowed keys are offered.
+        """
+        cdef Py_ssize_t limit = self.path_length, full = 0, hit = 0
+        progress.mode = OPEN
         if limit == 0:
             return
-        if full > hit:
-            self.ends[0] = full
-            self.num_ends = 1
-        if limit > full and limit > hit:
-            self.ends[self.num_ends] = limit
-            self.num_ends += 1
+        if names.named[self.path[limit - 1]].mark == self.table.mark:
+            # No windowed key is named if the path has all keys.
+            limit = limit if names.num_seen > limit else 0
+            while limit > 0 and not self._is_end_offered(names, limit):
+                limit -= 1 if names.uses[self.path[limit - 1]].position > progress.loaded else limit
+        while full < (limit if limit else self.path_length) and names.row_now(self.table, self.path[full]) != 0:
+            full += 1
+        if progress.loaded > 0:
+            while hit < full and names.uses[self.path[hit]].position <= progress.loaded:
+                hit += 1
+        else:
+            hit = full
+            while hit > 0 and not self.units[names.row_now(self.table, self.path[hit - 1])].is_boundary:
+                hit -= 1
+        progress.hit = <int32_t> hit
+        if full > hit and limit:
+            progress.ends[0] = <int32_t> full
+            progress.num_ends = 1
+        if limit > full:
+            progress.ends[progress.num_ends] = <int32_t> limit
+            progress.num_ends += 1
 
-    cdef void _order_new_keys(self, RequestKeys names) noexcept nogil:
-        """List the new keys head first, each set behind its end. A missing anchor ends the list."""
-        cdef Py_ssize_t i, j, place
-        cdef int group, end = 0
+    cdef void _move_ends(
+        self, RequestKeys names, Progress* progress, const Py_ssize_t* places, Py_ssize_t n
+    ) noexcept nogil:
+        """Take the end of a set that the call offers as an end, if the request's ends are others.
+
+        The engine has windowed keys only at such a place. If it offers all windowed keys, a run of them is longer.
+        """
+        cdef Py_ssize_t i, index = -1, last = -1, length = 0
+        cdef int group, group_before = -1
+        for i in range(n + 1):
+            group = self._group_of(names.named[places[i]].key) if i < n else -1
+            index = -1
+            if group >= 0 and self.windows[group] != 0:
+                index = self._index_of(names, places[i])
+            if group_before < 0:
+                length = 0
+            elif not (group == group_before and index == last + 1):
+                if length <= self.windows[group_before] and self._is_run_whole(names, group_before, last + 1):
+                    self._add_end(names, progress, <int32_t> last + 1)
+                length = 0
+            group_before = group if index >= 0 else -1
+            last = index
+            length += 1
+
+    cdef Py_ssize_t _index_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
+        """Return the index on the path of a key's position, or -1."""
+        cdef Py_ssize_t low = 0, high = self.path_length, middle
+        cdef int64_t position = names.uses[place].position
+        while low < high:
+            middle = (low + high) // 2
+            if names.uses[self.path[middle]].position < position:
+                low = middle + 1
+            else:
+                high = middle
+        return low if low < self.path_length and names.uses[self.path[low]].position == position else -1
+
+    cdef bint _is_run_whole(self, RequestKeys names, int group, Py_ssize_t end) noexcept nogil:
+        """Return whether a group's set at `end` is offered or resident, and its next key is neither."""
+        cdef Py_ssize_t i
+        for i in range(max(end - self.windows[group], 0), min(end + 1, self.path_length)):
+            if (self._windowed_row(self._anchor_at(names, i), group) != 0
+                    or self._is_offered(names, i, group)) != (i < end):
+                return False
+        return True
+
+    cdef void _add_end(self, RequestKeys names, Progress* progress, int32_t end) noexcept nogil:
+        """Add an end. It replaces an end that the engine does not offer and that is not decided."""
+        cdef int i, num_ends = progress.num_ends
+        cdef int32_t* ends = progress.ends
+        for i in range(num_ends):
+            if ends[i] == end:
+                return
+        if end <= progress.hit:
+            return
+        i = num_ends - 1
+        if num_ends and ends[i] == end + 1 == self.path_length and not self._is_end_offered(names, end + 1):
+            # The engine computes the last token of a prompt again, so the prompt ends with its last block.
+            ends[i] = end
+            return
+        if num_ends == MOST_ENDS:
+            if progress.num_decided or self._is_end_offered(names, ends[0]):
+                return
+            ends[0] = ends[1]
+            num_ends -= 1
+        elif num_ends and end < ends[0] or progress.num_decided > num_ends:
+            progress.num_decided += progress.num_decided > 0
+        if num_ends and ends[0] > end:
+            ends[1] = ends[0]
+            ends[0] = end
+        else:
+            ends[num_ends] = end
+        progress.num_ends = <uint8_t> (num_ends + 1)
+
+    cdef void _order_new_keys(self, RequestKeys names, const Progress* progress) noexcept nogil:
+        """List the new keys head first, each set behind its end. An anchor without its parent is not among them."""
+        cdef Py_ssize_t i, j, place, last = -2
+        cdef int group, unit = 0
         for i in range(self.path_length):
-            if names.row_now(self.table, self.path[i]) == 0:
-                if not names.uses[self.path[i]].is_taken:
-                    return
-                self._add_new(names, self.path[i], i, i, False)
-            if end < self.num_ends and i + 1 == self.ends[end]:
-                end += 1
+            if names.uses[self.path[i]].is_taken:
+                if i == 0 or last == i - 1 or names.row_now(self.table, self.path[i - 1]) != 0:
+                    self._add_new(names, self.path[i], i, unit, False)
+                    last = i
+            if unit < progress.num_ends and i + 1 == progress.ends[unit]:
                 for group in range(self.num_groups):
                     if self.windows[group] == 0:
                         continue
                     for j in range(max(i + 1 - self.windows[group], 0), i + 1):
                         place = self._windowed_place(names, self._anchor_at(names, j), group)
                         if place >= 0 and names.named[place].seen and names.uses[place].is_taken:
-                            self._add_new(names, place, j, i, True)
+                            self._add_new(names, place, j, unit, True)
+                unit += 1
 
     cdef void _add_new(
-        self, RequestKeys names, Py_ssize_t place, Py_ssize_t index, Py_ssize_t end, bint is_windowed
+        self, RequestKeys names, Py_ssize_t place, Py_ssize_t index, int unit, bint is_windowed
     ) noexcept nogil:
         names.uses[place].is_taken = False      # so that no key is listed twice
         self.new[self.num_new].place = place
         self.new[self.num_new].index = index
-        self.new[self.num_new].end = end
+        self.new[self.num_new].unit = unit
         self.new[self.num_new].is_windowed = is_windowed
         self.num_new += 1
 
-    cdef void _protect(self, RequestKeys names) noexcept nogil:
+    cdef void _protect(self, RequestKeys names, const Progress* progress) noexcept nogil:
         """Mark the rows of the request's path and of the sets of its ends: they are not evicted for it."""
         cdef Py_ssize_t i
         cdef int32_t row
         cdef int group, end
         for i in range(self.path_length):
             self.table.rows[names.row_now(self.table, self.path[i])].mark = self.table.mark
-        for end in range(self.num_ends):
+        for end in range(progress.num_ends):
             for group in range(self.num_groups):
                 if self.windows[group] == 0:
                     continue
-                for i in range(max(self.ends[end] - self.windows[group], 0), self.ends[end]):
+                for i in range(max(progress.ends[end] - self.windows[group], 0), progress.ends[end]):
                     row = self._windowed_row(self._anchor_at(names, i), group)
                     self.table.rows[row].mark = self.table.mark
 
-    cdef Py_ssize_t _make_room(self, RequestKeys names, int32_t* victims, Py_ssize_t* num_victims) noexcept nogil:
-        """Evict for one unit after the other. Return how many of the new keys are stored."""
+    cdef Py_ssize_t _make_room(
+        self, RequestKeys names, Progress* progress, int32_t* victims, Py_ssize_t* num_victims
+    ) noexcept nogil:
+        """Decide and evict for one unit after the other. Return how many of the new keys are stored."""
         cdef Py_ssize_t start = 0, stop, need, room = self.table.num_free
-        cdef int end = 0
-        while start < self.num_new:
+        cdef int unit
+        while start < self.num_new and progress.mode == OPEN:
+            unit = self.new[start].unit
             stop = start
-            while end < self.num_ends and self.ends[end] <= self.new[start].end:
-                end += 1
-            while stop < self.num_new and (end == self.num_ends or self.new[stop].end < self.ends[end]):
+            while stop < self.num_new and self.new[stop].unit == unit:
                 stop += 1
-            need = stop - room
-            if need > 0:
-                if not self._is_worth(names, start, need - self.table.num_in_list[QUEUED]):
-                    return start
-                need = self._evict_blocks(need, victims + num_victims[0])
-                num_victims[0] += need
-                room += need
-                if room < stop:
-                    return room
+            if unit >= progress.num_decided:
+                progress.num_decided = <uint8_t> (unit + 1)
+                need = self._num_absent(names, progress, unit) - room
+                if need > 0 and not self._is_worth(names, start, need - self.table.num_in_list[QUEUED]):
+                    progress.mode = DECLINED
+                    break
+            room = self._evict_for(stop, victims, num_victims)
+            if room < stop:
+                progress.mode = DECLINED
+                return room
             start = stop
         return start
+
+    cdef Py_ssize_t _num_absent(self, RequestKeys names, const Progress* progress, int unit) noexcept nogil:
+        """Return the number of absent keys of the path up to the end of a unit."""
+        cdef Py_ssize_t i, num_absent = 0, stop = self.path_length
+        cdef int32_t before = 0
+        cdef int group, end
+        if unit < progress.num_ends:
+            stop = progress.ends[unit]
+        for i in range(stop):
+            num_absent += names.row_now(self.table, self.path[i]) == 0
+        for end in range(min(unit + 1, progress.num_ends)):
+            for group in range(self.num_groups):
+                if self.windows[group] != 0:
+                    for i in range(max(progress.ends[end] - self.windows[group], before), progress.ends[end]):
+                        num_absent += self._windowed_row(self._anchor_at(names, i), group) == 0
+            before = progress.ends[end]
+        return num_absent
+
+    cdef Py_ssize_t _evict_for(self, Py_ssize_t n, int32_t* victims, Py_ssize_t* num_victims) noexcept nogil:
+        """Evict until `n` keys of this store have room, if possible. Return how many have."""
+        cdef Py_ssize_t need = n - self.table.num_free - num_victims[0]
+        if need > 0:
+            num_victims[0] += self._evict_blocks(need, victims + num_victims[0])
+        return self.table.num_free + num_victims[0]
 
     cdef bint _is_worth(self, RequestKeys names, Py_ssize_t at, Py_ssize_t n) noexcept nogil:
         """Return whether a new key is worth more than the cheapest three quarters of `n` listed anchors."""
         cdef Py_ssize_t place = self.path[self.new[at].index]
         cdef int32_t row = names.row_now(self.table, place)
         cdef Label label = self._label_of(row, 0 if row != 0 else self._ghost_of(names, place))
-        cdef int64_t worth = self.values.value[class_of(self.aged, group_in(label)) * NUM_BINS]
+        cdef int64_t worth = self.values.value[class_of(self.aged, group_in(label)) * NUM_BINS if label != 0 else 0]
         cdef int word
         cdef uint64_t bits
         cdef int32_t cell, cohort, group
@@ -608,7 +789,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef Py_ssize_t _evict_blocks(self, Py_ssize_t n, int32_t* victims) noexcept nogil:
         """Select up to `n` victims: queued keys, then the boundaries of the least value. Return their number."""
         cdef Py_ssize_t got = self._evict_queued(n, victims), got_before = -1
-        cdef int word, num_left = MOST_PASSED
+        cdef int word
         cdef uint64_t bits
         cdef int32_t cell, cohort, group, tail
         while got_before < got < n:
@@ -632,9 +813,9 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                                     return got
                                 tail = self.aged.groups[group].tail
                             if tail != 0:
-                                num_left -= 1
+                                self.num_passes -= 1
                                 self.num_passed += 1
-                                if num_left == 0:
+                                if self.num_passes <= 0:
                                     return got
                             group = self.aged.groups[group].next[HOLDERS]
                         cohort = self.aged.cohorts[cohort].next[HOLDERS]
@@ -644,17 +825,24 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         return ref_of(self.table, row) == 0 and self.table.rows[row].mark != self.table.mark
 
     cdef Py_ssize_t _evict_queued(self, Py_ssize_t n, int32_t* victims) noexcept nogil:
-        """Select up to `n` queued victims, oldest first. A parent that nothing needs any more follows its child."""
+        """Select up to `n` queued victims, oldest first. A parent that nothing needs any more follows its child.
+
+        Rows in use keep their place, and the rest of the store passes over them at once.
+        """
         cdef Py_ssize_t got = 0
-        cdef int32_t prev = 0, row = self.queue_first
-        while row != 0 and got < n:
+        cdef int32_t prev = self.passed_over, row
+        while got < n and self.num_passes > 0:
+            row = self.table.rows[prev].next if prev != 0 else self.queue_first
+            if row == 0:
+                break
             if self._is_idle(row):
                 self._remove(row)
                 victims[got] = row
                 got += 1
             else:
                 prev = row
-            row = self.table.rows[prev].next if prev != 0 else self.queue_first
+                self.num_passes -= 1
+        self.passed_over = prev
         return got
 
     cdef void _remove(self, int32_t row) noexcept nogil:
@@ -666,8 +854,6 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
 
     cdef void _follow(self, int32_t row) noexcept nogil:
         """Remove a row from its parent. The parent is queued if nothing needs it any more."""
-        if self.has_orphans:
-            self._give_up_around(row)
         cdef int32_t parent = self._leave_parent(row) if self._place_of(row).label != 0 else 0
         if parent != 0 and self.members[parent].kids == 0 and not self.units[parent].is_boundary:
             self._queue(parent)
@@ -676,10 +862,12 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         self, RequestKeys names, const Py_ssize_t* places, const int32_t* rows, Py_ssize_t n
     ) noexcept nogil:
         cdef Py_ssize_t i, index
-        cdef int32_t row, parent
+        cdef int32_t row, parent, ghost
+        cdef Progress* progress = self._progress_of(names)
         for i in range(n):
             row = names.row_now(self.table, self.new[i].place)
             index = self.new[i].index
+            ghost = names.uses[self.new[i].place].note
             memset(&self.units[row], 0, sizeof(Unit))
             self.members[row].kids = 0
             self._place_of(row).label = 0
@@ -687,79 +875,115 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             if self.new[i].is_windowed:
                 self.table.rows[row].list_idx = WINDOWED
                 count_rows(self.table, WINDOWED, 1)
+                if progress.mode == BY_LRU:
+                    self._place_of(row).label = self._forget(ghost) if ghost != 0 else 0
+                    self._queue(row)
                 continue
             parent = names.row_now(self.table, self.path[index - 1]) if index > 0 else 0
             self._set_parent(row, parent)
             if parent != 0:
                 self._unqueue(parent)
-            self._append(self._forget(names.uses[self.new[i].place].note), row, GROUPED)
+            self._append(self._forget(ghost), row, GROUPED)
             count_rows(self.table, GROUPED, 1)
-        self._complete(names)
+        self._complete(names, progress)
 
-    cdef void _complete(self, RequestKeys names) noexcept nogil:
-        """End a store: make the boundaries whose sets are complete, and queue new keys that no boundary needs."""
-        cdef Py_ssize_t i, deepest = self.hit
+    cdef void _complete(self, RequestKeys names, const Progress* progress) noexcept nogil:
+        """End a store: make the boundaries whose sets are complete."""
+        cdef Py_ssize_t deepest = progress.hit
         cdef int32_t row
         cdef int end
-        for end in range(self.num_ends):
-            row = names.row_now(self.table, self.path[self.ends[end] - 1])
-            if row != 0 and self._is_set_resident(names, self.ends[end]) and self._is_chain(names, self.ends[end]):
+        for end in range(progress.num_ends if progress.mode != BY_LRU else 0):
+            row = names.row_now(self.table, self.path[progress.ends[end] - 1])
+            if (row != 0 and self._is_set_resident(names, progress.ends[end])
+                    and self._is_chain(names, progress.ends[end])):
                 if not self.units[row].is_boundary:
-                    self._make_boundary(names, self.ends[end], row)
-                deepest = self.ends[end]
-        for i in range(self.num_new):
-            row = names.row_now(self.table, self.new[i].place)
-            if self.new[i].is_windowed and self.units[row].needs == 0:
-                self._queue(row)
-        if deepest > self.hit > 0:
-            self._pass_boundary(names)
+                    self._make_boundary(names, progress.ends[end], row)
+                deepest = progress.ends[end]
+        if deepest > progress.hit > 0:
+            self._pass_boundary(names, progress.hit)
         self._trim()
+
+    cdef void on_request_end(self, RequestKeys names) noexcept nogil:
+        """Queue windowed keys that no boundary needs. If the prompt was not offered to its end, queue its last anchor.
+
+        No other request resumes at that anchor. During the request, other requests would evict the keys first.
+        """
+        cdef Py_ssize_t place
+        cdef int32_t row, after, last = 0
+        if self._progress_of(names).mode == BY_LRU:
+            return
+        for place in range(names.num_named):
+            if names.named[place].seen and self._group_of(names.named[place].key) != self.anchor_group:
+                row = names.row_now(self.table, place)
+                if self.table.rows[row].list_idx == WINDOWED and row != 0 and self.units[row].needs == 0:
+                    self._queue(row)
+        after = names.head
+        while after != 0:
+            if self._group_of(names.named[after - 1].key) == self.anchor_group:
+                row = names.row_now(self.table, after - 1)
+                if row == 0:
+                    if names.named[after - 1].mark == 0 and last != 0 and not self.units[last].is_boundary:
+                        self._give_up(last)
+                    return
+                last = row
+            after = names.uses[after - 1].after
 
     # ---- failures and resets ----------------------------------------------------------------------------------------
 
-    cdef void on_remove(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
-        """Remove blocks of failed stores. Boundaries that need them end."""
+    cdef void on_failure(self, RequestKeys names, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        """Remove blocks of failed stores. The request's boundaries that need them end.
+
+        If another request has made a boundary that counts on them, `needs` of other keys may be too low from then on:
+        they may leave early, but no block is read before it was written.
+        """
         cdef Py_ssize_t i
         cdef int32_t row
-        # The caller has counted the rows out of their lists, but each may change its list before its turn.
-        for i in range(n):
-            count_rows(self.table, self.table.rows[rows[i]].list_idx, 1)
         for i in range(n):
             row = rows[i]
-            self.has_orphans = self.has_orphans or self.members[row].kids > 0
-            self._give_up_around(row)
-            count_rows(self.table, self.table.rows[row].list_idx, -1)
             if self.table.rows[row].list_idx == QUEUED:
                 self._unlink_queued(row)
             elif self.table.rows[row].list_idx == GROUPED:
                 self._unlink(row)
             self.table.rows[row].list_idx = LEAVING
-            self._follow(row)
+        if n and names is not None and self._read_path(names):
+            self._end_boundaries(names)
+        for i in range(n):
+            row = rows[i]
+            if self.units[row].is_boundary:
+                self._give_up(row)
+            self.has_failed = self.has_failed or self.units[row].needs > 0 or self.members[row].kids > 0
+        for i in range(n):
+            self._follow(rows[i])
         if n:
             self._remember_rows(rows, n)
             self._trim()
 
-    cdef void _give_up_around(self, int32_t row) noexcept nogil:
-        """Give up the boundaries whose set is at or before a row's position. Only after failed stores: O(capacity)."""
-        cdef int32_t anchor = row, boundary, ancestor, _step
-        if self._place_of(row).label == 0:
-            if self.units[row].needs == 0:
-                return
-            anchor = self._windowed_row(self.table.rows[row].key, self.anchor_group)
-        for boundary in range(self.table.first, self.table.first + self.table.num_fresh):
-            if self.table.rows[boundary].key == NULL or not self.units[boundary].is_boundary:
+    cdef void _end_boundaries(self, RequestKeys names) noexcept nogil:
+        """Give up the request's boundaries whose set or path has lost a key."""
+        cdef const Progress* progress = self._progress_of(names)
+        cdef Py_ssize_t i = 0, end
+        cdef int32_t row
+        cdef int at, group
+        cdef bint has_lost = False
+        if progress.mode == BY_LRU:
+            return
+        for at in range(progress.num_ends):
+            end = progress.ends[at]
+            while i < end:
+                has_lost = has_lost or self._is_leaving(names.row_now(self.table, self.path[i]))
+                i += 1
+            row = names.row_now(self.table, self.path[end - 1])
+            if row == 0 or not self.units[row].is_boundary:
                 continue
-            ancestor = boundary
-            for _step in range(self.largest_window):
-                if ancestor == anchor:
-                    self._give_up(boundary)
-                if ancestor == 0:
-                    break
-                ancestor = self._parent_of(ancestor)
+            if has_lost or not self._is_set_resident(names, end):
+                self._give_up(row)
+
+    cdef bint _is_leaving(self, int32_t row) noexcept nogil:
+        return row != 0 and self.table.rows[row].list_idx == LEAVING
 
     cdef void on_reset(self) noexcept nogil:
         GittinsCachePolicy.on_reset(self)
-        self.has_orphans = False
+        self.has_failed = False
         self.queue_first = self.queue_last = 0
         if self.units != NULL:
             memset(self.units, 0, self.table.num_rows * sizeof(Unit))
@@ -782,13 +1006,10 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                     needs[windowed] = needs.get(windowed, 0) + 1
                     ancestor = self._parent_of(ancestor)
         for row in range(self.table.first, self.table.first + self.table.num_fresh):
-            if rows[row].key != NULL and self.units[row].needs != needs.pop(row, 0):
+            if rows[row].key != NULL and self.units[row].needs != needs.pop(row, 0) and not self.has_failed:
                 raise BlockStateError(f"invariant broken: row {row} counts {self.units[row].needs} boundaries")
-            if rows[row].key != NULL and rows[row].list_idx == WINDOWED:
-                num_windowed += 1
-                if self.units[row].needs == 0:
-                    raise BlockStateError(f"invariant broken: row {row} is not needed, nor does it leave first")
-        if needs:
+            num_windowed += rows[row].key != NULL and rows[row].list_idx == WINDOWED
+        if needs and not self.has_failed:
             raise BlockStateError(f"invariant broken: boundaries need keys that are not resident: {needs}")
         row = self.queue_first
         while row != 0:
