@@ -121,7 +121,9 @@ class CPUOffloadingManager(PoolManager):
         Returns seconds of a monotonic clock. Read only after a request has given a retention hint.
     group_windows : sequence of int or None, optional
         Window of each KV-cache group in blocks (Mamba: 1), by group index; None for the one group without a window. Set
-        it for `gittins` when a model has several groups and a request's `prepare_store` names all its keys at once.
+        it for `gittins` when a model has several groups, one of them without a window. Before the first `prepare_load`
+        or `prepare_store` of a request, its context must name the positions of the prompt, and `touch` its keys of that
+        group. Requests without positions, or with keys of an unknown group, are served by lru.
 
     Raises
     ------

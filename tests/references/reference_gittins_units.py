@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from reference_gittins import ReferenceGittins
 
@@ -182,9 +183,9 @@ class ReferenceUnits(ReferenceGittins):
             ]
             has = [key in keys or key in self.needs for key in around]
             end = last + 1
-            if last - first < self.windows[group] and all(has[: end - max(end - self.windows[group], 0)]):
-                if end == len(request.path) or not has[-1]:
-                    self.add_end(request, end, keys)
+            is_whole = last - first < self.windows[group] and all(has[: min(end, self.windows[group])])
+            if is_whole and (end == len(request.path) or not has[-1]):
+                self.add_end(request, end, keys)
 
     def add_end(self, request: Serving, end: int, keys: list[bytes]) -> None:
         ends, path = request.ends, request.path
@@ -238,7 +239,7 @@ class ReferenceUnits(ReferenceGittins):
     def is_chain(self, path: list[bytes], end: int) -> bool:
         reach = path[max(end - max(self.windows.values()), 0) : end]
         return all(key in self.blocks for key in reach) and all(
-            self.parent_of(key) == parent for parent, key in zip(reach, reach[1:], strict=False)
+            self.parent_of(key) == parent for parent, key in pairwise(reach)
         )
 
     def parent_of(self, key: bytes) -> bytes | None:
@@ -342,9 +343,9 @@ class ReferenceUnits(ReferenceGittins):
             if self.needs.get(key) == 0:
                 self.queue(key)
         num_resident = next((i for i, key in enumerate(request.path) if key not in self.blocks), len(request.path))
-        if 0 < num_resident < len(request.path) and not request.named[request.path[num_resident]]:
-            if request.path[num_resident - 1] not in self.boundaries:
-                self.give_up(request.path[num_resident - 1])
+        last = request.path[num_resident - 1] if 0 < num_resident < len(request.path) else None
+        if last is not None and not request.named[request.path[num_resident]] and last not in self.boundaries:
+            self.give_up(last)
 
     def fail(self, request: Serving, keys: Iterable[bytes]) -> None:
         """Remove keys whose store failed. The request's boundaries that need them end."""

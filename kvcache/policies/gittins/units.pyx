@@ -963,7 +963,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef const Progress* progress = self._progress_of(names)
         cdef Py_ssize_t i = 0, end
         cdef int32_t row
-        cdef int at, group
+        cdef int at
         cdef bint has_lost = False
         if progress.mode == BY_LRU:
             return
