@@ -198,35 +198,23 @@ def test_publish_taken_event_with_a_key_not_bytes_leaves_that_key_out(publisher)
     assert media_of(publisher) == {"CPU": {split(b"first"), split(b"second")}}
 
 
-def test_publish_taken_events_behind_a_gap_clears_the_view(publisher):
+@pytest.mark.parametrize(
+    ("steps", "held"), [("ab/c/", "abc"), ("a/!b/", "b"), ("a/b!/", ""), ("A!/", ""), ("a!bB/", "b")]
+)
+def test_taken_events_behind_a_reset_clear_the_view(publisher, steps, held):
+    """Steps: a letter is added to a log, "!" resets it, "/" publishes it; a capital is an event without a number."""
     log = EventLog(16)
-    log.add([b"old"], "CPU", False)
-    publisher.publish(log.take())
-    log.clear()
-    log.add([b"new"], "CPU", False)
-    publisher.publish(log.take())
+    for step in steps:
+        if step == "/":
+            publisher.publish(log.take())
+        elif step == "!":
+            log.clear()
+        elif step.isupper():
+            publisher.publish([OffloadingEvent([step.encode()], 16, "CPU", False)])
+        else:
+            log.add([step.encode()], "CPU", False)
     assert publisher.flush(30)
-    assert media_of(publisher) == {"CPU": {(b"new", 0)}}
-
-
-def test_publish_taken_events_that_end_with_a_reset_clears_the_view(publisher):
-    log = EventLog(16)
-    log.add([b"old"], "CPU", False)
-    publisher.publish(log.take())
-    log.add([b"dropped"], "CPU", False)
-    log.clear()
-    publisher.publish(log.take())
-    assert publisher.flush(30)
-    assert media_of(publisher) == {}
-
-
-def test_publish_a_reset_behind_events_without_numbers_clears_the_view(publisher):
-    log = EventLog(16)
-    publisher.publish([OffloadingEvent([b"old"], 16, "CPU", False)])
-    log.clear()
-    publisher.publish(log.take())
-    assert publisher.flush(30)
-    assert media_of(publisher) == {}
+    assert media_of(publisher) == ({"CPU": {(letter.encode(), 0) for letter in held}} if held else {})
 
 
 def test_publish_nothing_to_a_full_queue_drops_and_clears_nothing():
