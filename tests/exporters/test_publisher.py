@@ -198,9 +198,7 @@ def test_publish_taken_event_with_a_key_not_bytes_leaves_that_key_out(publisher)
     assert media_of(publisher) == {"CPU": {split(b"first"), split(b"second")}}
 
 
-@pytest.mark.parametrize(
-    ("steps", "held"), [("ab/c/", "abc"), ("a/!b/", "b"), ("a/b!/", ""), ("A!/", ""), ("a!bB/", "b")]
-)
+@pytest.mark.parametrize(("steps", "held"), [("ab/c/", "abc"), ("a/!b/", "b"), ("a/b!/", ""), ("A!/", "")])
 def test_taken_events_behind_a_reset_clear_the_view(publisher, steps, held):
     """Steps: a letter is added to a log, "!" resets it, "/" publishes it; a capital is an event without a number."""
     log = EventLog(16)
