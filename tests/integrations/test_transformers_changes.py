@@ -396,15 +396,23 @@ def test_verify_off_computes_nothing_again(model):
     assert cache.load(IDS)[1] == 48
 
 
-def test_verify_off_notices_each_number_changed_in_place():
+def test_verify_off_notices_each_number_that_changed():
     model = built(vocab_size=512)
     cache = PrefixCache(model, num_blocks=64, verify=False)
     for column in range(8):
         cached(cache, IDS, new=1)
         assert cache.load(IDS)[1] == 48
+        # In place, or in memory that takes the place of the tensor's.
+        data = model.lm_head.weight.data.clone() if column % 2 else model.lm_head.weight
         with torch.no_grad():
-            model.lm_head.weight[5, column].add_(1.0)
+            data[5, column].add_(1.0)
+        model.lm_head.weight.data = data.data
         assert cache.load(IDS)[1] == 0
+    named = PrefixCache(model, num_blocks=64, verify=False, fingerprint="org/model@1")
+    cached(named, IDS, new=1)
+    with torch.no_grad():
+        model.model.rotary_emb.inv_freq.mul_(1.5)
+    assert named.load(IDS)[1] == 0
 
 
 def test_cast_model_is_refused_before_it_computes(model, cache):
