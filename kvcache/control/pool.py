@@ -468,8 +468,8 @@ class BlockPool:
     def abort(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> int:
         """Drop blocks that were being written, free their slots in the order given, and return their number."""
         # A store may fail after the end of its request, whose keys a policy needs to undo it.
-        is_known = isinstance(req_context, ReqContext)
-        request_keys = self._keys_last_used(req_context) if is_known else self._request_keys_of(req_context)
+        known = req_context if isinstance(req_context, ReqContext) else None
+        request_keys = self._request_keys_of(req_context) if known is None else self._keys_last_used(known)
         num_dropped = self._cache.abort(keys, request_keys)
         if not is_move:
             self.failed_blocks += num_dropped
