@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: force help dev build stress demo fleet-demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-lmcache release clean
+.PHONY: force help dev build stress demo fleet-demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-sglang test-lmcache release clean
 
 VENV := .venv
 comma := ,
@@ -13,7 +13,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 PYTEST_ARGS ?=
 PYTEST := $(CURDIR)/$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations=10 $(PYTEST_ARGS)
 # What a second build (debug, sanitized, another Python) runs: slow tests and more examples find no more on it.
-export ONCE := -m 'not slow' --hypothesis-profile=few --ignore-glob=tests/vllm --ignore-glob=tests/lmcache --ignore-glob=tests/device
+export ONCE := -m 'not slow' --hypothesis-profile=few --ignore-glob=tests/vllm --ignore-glob=tests/sglang --ignore-glob=tests/lmcache --ignore-glob=tests/device
 
 # Build environments follow the constraints too: old pips read the first variable there, new ones the second.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -222,6 +222,9 @@ test-stores: $(VENV)/extra-test.stamp $(VENV)/extra-mooncake.stamp
 
 test-vllm: build/wheel/stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/vllm/run $(PYTEST_ARGS)
+
+test-sglang: build/wheel/stamp
+	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/sglang/run $(PYTEST_ARGS)
 
 test-lmcache: build/wheel/stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/lmcache/run $(PYTEST_ARGS)
