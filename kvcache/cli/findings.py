@@ -22,6 +22,7 @@ import typer
 from kvcache.assembly.assemble import OffloadSettings, TierSettings
 from kvcache.assembly.spec import SpecOptions
 from kvcache.integrations.lmcache.settings import L2Settings
+from kvcache.integrations.sglang import settings as sglang
 from kvcache.integrations.vllm import engine_keys
 from kvcache.integrations.vllm import settings as vllm
 from kvcache.integrations.vllm.releases import describe_release
@@ -47,13 +48,15 @@ class Finding:
 
 
 def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | None) -> list[Finding]:
-    """Check a JSON file of options, or of a configuration of vLLM or LMCache that has them; ``-`` is standard input.
+    """Check a JSON file of options, or of a configuration of vLLM, SGLang or LMCache; ``-`` is standard input.
 
     `num_bytes` are those of a block on one of the workers; 0: unknown. `is_latent`: all workers hold the same bytes.
     """
     config_part, transfer, is_vllm, has_events, engine_block = _read(config)
     if config_part.get("module_path") == "kvcache.integrations.lmcache":
         return _check_l2(config_part)
+    if config_part.get("module_path") == "kvcache.integrations.sglang":
+        return _check_storage(config_part)
     if not is_vllm:
         return check_config(config_part, block_bytes=num_bytes, world_size=workers)
     faults = [*vllm.connector_faults(transfer), *filter(None, [vllm.spec_fault(config_part)])]
@@ -187,6 +190,20 @@ def _check_l2(adapter: Mapping[str, Any]) -> list[Finding]:
     return [*findings, _room("KVCacheL2", settings.path, max(0, settings.capacity - used_bytes))]
 
 
+def _check_storage(config: Mapping[str, Any]) -> list[Finding]:
+    """Check the extra config of a storage backend of SGLang."""
+    try:
+        choice_of("KVCacheStorage")("class_name of a storage backend", config.get("class_name"))
+        options, tier = sglang.read_config(config)
+    except ValueError as error:
+        return _faults(error)
+    findings = [*map(_check_exporter, options.exporters), *_check_tier(options.kind, tier, 0)]
+    if not config.get("interface_v1"):
+        text = "without interface_v1 SGLang copies each page once more"
+        findings.append(Finding("warning", "options", text))
+    return findings
+
+
 def _check_spec(given: Mapping[str, Any]) -> list[Finding]:
     try:
         spec = SpecOptions.parse_part(given)
@@ -258,8 +275,8 @@ class _Disk:
 
     @property
     def used_bytes(self) -> int:
-        files = self.path.iterdir() if self.path.is_dir() else ()
-        return sum(entry.stat().st_blocks * 512 for entry in files if entry.is_file())
+        # An engine with several pools of pages has a folder for each.
+        return sum(entry.lstat().st_blocks * 512 for entry in self.path.rglob("*") if entry.is_file())
 
     @property
     def needed_bytes(self) -> int:

@@ -201,3 +201,26 @@ def test_check_l2_adapter_of_lmcache(tmp_path, changes, params, message):
     (tmp_path / "l2.json").write_text(json.dumps(adapter))
     errors = [finding.text for finding in check_file(tmp_path / "l2.json", 0, 1, None) if finding.level == "error"]
     assert [message in error for error in errors] == [True] * bool(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, ""),
+        ({"class_name": "Storage"}, "class_name of a storage backend must be one of KVCacheStorage, got 'Storage'"),
+        ({"kind": None}, "SGLang's storage backend needs 'kind'"),
+        ({"kind": "disc"}, "did you mean 'disk'"),
+        ({"capasity": 1}, "capasity (did you mean 'capacity'?)"),
+        ({"shares": {"kv": 2}}, "'kv' of shares in SGLang's storage backend must be"),
+        ({"capacity": "900PiB"}, "are needed below"),
+    ],
+)
+def test_check_storage_of_sglang(check, tmp_path, changes, message):
+    pytest.importorskip("xxhash")
+    config = {
+        "backend_name": "kvcache", "module_path": "kvcache.integrations.sglang", "class_name": "KVCacheStorage",
+        "interface_v1": 1, "kind": "disk", "path": str(tmp_path / "pages"), "capacity": "64MiB",
+    }  # fmt: skip
+    status, text = check({name: value for name, value in {**config, **changes}.items() if value is not None})
+    assert status == bool(message), text
+    assert message in text

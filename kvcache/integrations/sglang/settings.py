@@ -30,7 +30,7 @@ ENGINE_KEYS = frozenset(
 def _parse_shares(name: str, value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping) or not value:
         raise ValueError(f'{name} must be an object such as {{"kv": 0.8, "mamba": 0.2}}, got {value!r}')
-    shares = {pool: parse_share(f"{name}[{pool!r}]", share) for pool, share in value.items()}
+    shares = {pool: parse_share(f"{pool!r} of {name}", share) for pool, share in value.items()}
     if not all(shares.values()) or sum(shares.values()) > 1 + 1e-9:
         raise ValueError(f"{name} must each be above 0, and at most 1 in all, got {value!r}")
     return shares
