@@ -12,7 +12,11 @@ import typer
 
 def node(
     config: Annotated[
-        Path, typer.Argument(help="The engines' kv_connector_extra_config, a JSON file.", show_default=False)
+        Path,
+        typer.Argument(
+            help="A JSON file of the engines' kv-transfer-config, or of its kv_connector_extra_config.",
+            show_default=False,
+        ),
     ],
 ) -> None:
     """Own the pool of a machine's engines until a SIGTERM."""
@@ -24,6 +28,8 @@ def node(
     if not isinstance(extra_config, dict):
         raise ValueError(f"{config} must hold a mapping, got {type(extra_config).__name__}")
     extra_config = extra_config.get("kv_connector_extra_config", extra_config)
+    if extra_config.get("node_pool") is True:
+        raise ValueError(f"'node_pool' in {config} must be a name: only an engine can derive one from its model")
     check_name(extra_config.get("node_pool"))
     settings = read_config(extra_config).settings
     folder = node_folder(extra_config["node_pool"])
