@@ -57,7 +57,7 @@ class _View:
     """One request: its prompt's keys, and what the owner holds for it."""
 
     __slots__ = (
-        *("end", "end_positions", "first", "has_ended", "held", "keys", "num_loads", "number", "places"),
+        *("end", "end_positions", "first", "has_ended", "held", "is_fresh", "keys", "num_loads", "number", "places"),
         *("since_s", "state", "writing"),
     )
 
@@ -71,6 +71,8 @@ class _View:
         self.first: bytes | None = None
         self.end: bytes | None = None
         self.state: int = ABSENT
+        # Whether `state` was asked for by a look-up that has not reached `end` yet.
+        self.is_fresh = False
         self.since_s = 0.0
         self.num_loads = 0
         # The prompt's keys with their end positions, once the request has ended; then whether the owner knows.
@@ -173,7 +175,8 @@ def spawn_owner(folder: Path, options: Mapping[str, Any] | None = None) -> None:
         "import os, sys\nif os.fork(): os._exit(0)\nfrom kvcache.node.owner import main\nsys.exit(main(sys.argv[1:]))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    words = [sys.executable, "-c", code, str(folder), *([] if options is None else [json.dumps(options)])]
+    # -P: no module is taken from the working directory, which may be open to others.
+    words = [sys.executable, "-P", "-c", code, str(folder), *([] if options is None else [json.dumps(options)])]
     with (folder / "log").open("ab") as log:
         child = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -189,16 +192,17 @@ def connect(link: Link, starts_owner: bool, timeout_s: float = START_TIMEOUT_S) 
     try:
         # Under the lock the owner does not end, and no two engines start one.
         fcntl.flock(fd, fcntl.LOCK_EX)
-        has_started = False
+        spawn_s = 0.0
         while time.monotonic() < end_s:
             try:
                 link.greet([])
                 frame = link.welcome(timeout_s)
             except OSError:
                 link.close()
-                if not has_started and starts_owner:
+                # An owner that is ending may still have the folder's lock.
+                if starts_owner and time.monotonic() >= spawn_s:
                     spawn_owner(link.folder)
-                    has_started = True
+                    spawn_s = time.monotonic() + 2 * _RESTART_S
                 time.sleep(0.01)
                 continue
             if frame is None:
@@ -221,9 +225,13 @@ def register_worker(folder: Path, hello: Mapping[str, Any], num_blocks: int, blo
     `hello` is as of `NodeManager`, with the worker's ``rank``. ValueError: the pool refuses the engine.
     """
     link = Link(folder, dict(hello))
-    connect(link, starts_owner=True)
+    answer = connect(link, starts_owner=True)
     link.close()
-    return MappedPool(folder / "pool", num_blocks, block_bytes, is_owner=False)
+    # To map a file that is missing would make another one.
+    path = folder / "pool"
+    if not path.exists() or path.stat().st_ino != answer["inode"]:
+        raise ValueError(f"{path} was removed while its owner, process {answer['pid']}, runs: end the owner first")
+    return MappedPool(path, num_blocks, block_bytes, is_owner=False)
 
 
 def greeting(
@@ -475,12 +483,17 @@ class NodeManager(OffloadingManager):
     def _status(self, view: _View, key: bytes, req_context: ReqContext, keys: Collection[bytes] = ()) -> int:
         """Return the state of a key that is not known to be held; ask the owner if a look-up begins with it."""
         if view.first is not None:
-            if key == view.end and (key != view.first or view.state == ABSENT):
-                return view.state
-            place = self._place(view, key)
-            if key != view.first and place >= 0 and (self._multi or place > self._place(view, view.first)):
-                return self._look_up(view, place) if self._asks_tiers else ABSENT
+            if key == view.end:
+                # An engine's later look-ups may begin behind `first`: each asks again for what is being written.
+                if view.state == ABSENT or (key != view.first and view.is_fresh):
+                    view.is_fresh = False
+                    return view.state
+            else:
+                place = self._place(view, key)
+                if key != view.first and place >= 0 and (self._multi or place > self._place(view, view.first)):
+                    return self._look_up(view, place) if self._asks_tiers else ABSENT
         self._acquire(view, key, req_context.positions or keys)
+        view.is_fresh = key != view.end
         return READY if key in view.held else view.state if key == view.end else ABSENT
 
     def _acquire(self, view: _View, key: bytes, keys: Collection[bytes]) -> None:

@@ -147,6 +147,8 @@ class NodeLeases:
             return self._look_up(engine, frame)
         if op == RESET:
             self.manager.reset_cache(json.loads(frame.payload))
+            # Jobs of tiers may delay the pool's own reset. A new owner must not bring back blocks from before it.
+            self.ledger.state[self.ledger.state == READY] = ABSENT
             return pack(DONE, 0, request)
         if op == OPEN:
             engine.leases.setdefault(request, Lease(parse_hint(json.loads(frame.payload))))
@@ -221,7 +223,10 @@ class NodeLeases:
             keys, flag = keys[:num_fit], flag if num_fit == len(keys) else flag & PLACES
         if not keys:
             return pack(HELD, flag, request, struct.pack("<I", 0))
-        slots = self.manager.prepare_load(keys, lease.context).block_ids  # type: ignore[attr-defined]
+        try:
+            slots = self.manager.prepare_load(keys, lease.context).block_ids  # type: ignore[attr-defined]
+        except KeyError:  # a reset is under way
+            return pack(HELD, flag & PLACES, request, struct.pack("<I", 0))
         self._hold(engine, lease, keys, slots, is_pinned=True)
         num_shared = int(np.count_nonzero(self.ledger.writer[slots] != engine.number))
         engine.num_shared_hits += num_shared

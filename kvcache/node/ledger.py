@@ -29,17 +29,17 @@ MAX_ENGINES, MAX_PROCESSES = 64, 1024
 OWNER = 255
 """The writer of blocks that no living engine wrote: promotions, and blocks of engines that have ended."""
 
-_MAGIC = b"KVNODE01"
+_MAGIC = b"KVNODE02"
 _HEAD = struct.Struct("<8sQ16sI")
 _IDENTITY_BYTES = 64 << 10
 _PROCESS = np.dtype([("pid", "<i8"), ("start", "<i8"), ("engine", "<i4"), ("rank", "<i4")])
 # One array a field, because the slots of a prompt mostly lie side by side.
-_FIELDS = {"readers": "<u8", "stamp": "<u4", "state": "u1", "writer": "u1", "key_bytes": "u1"}
+_FIELDS = {"readers": "<u8", "stamp": "<u8", "state": "u1", "writer": "u1", "key_bytes": "u1"}
 _FIELDS["key"] = f"V{MAX_KEY_BYTES}"
 
 
 class Ledger:
-    """The ledger file of a pool: 51 bytes a slot, the names of engines, and their processes.
+    """The ledger file of a pool: 55 bytes a slot, the names of engines, and their processes.
 
     `is_recovered` says whether the file was there, whole and of the same `identity`; otherwise it is made anew, and
     `reason` says why an existing one was not used. Call `living_engines` first: an existing ledger may be in use.

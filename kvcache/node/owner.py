@@ -95,6 +95,7 @@ class NodePool:
             self.unlink()
             check_memory(num_blocks * block_bytes)
         self.shared = SharedBlocks(pool_path, num_blocks, block_bytes, is_owner=False)
+        self.inode = pool_path.stat().st_ino
         try:
             self.ledger = Ledger(ledger_path, num_blocks, self.identity)
             self.processes = living_processes(ledger_path)
@@ -236,7 +237,8 @@ class Owner:
             os.close(fd)
 
     def _accept(self) -> None:
-        with suppress(BlockingIOError, ConnectionError):
+        # Without a free file descriptor it is accepted later.
+        with suppress(OSError):
             sock, _ = self._listener.accept()
             sock.setblocking(False)
             self._by_fd[sock.fileno()] = Connection(sock)
@@ -328,7 +330,7 @@ class Owner:
                     self._drop(other)
             leases.resume(engine, requests if is_known else [])
             connection.engine = engine
-        answer = {"number": number, "pool_id": self.pool.ledger.pool_id, "pid": os.getpid()}
+        answer = {"number": number, "pool_id": self.pool.ledger.pool_id, "pid": os.getpid(), "inode": self.pool.inode}
         return pack(WELCOME, is_known, 0, json.dumps(answer).encode())
 
     def _admit(self, connection: Connection, hello: Mapping[str, Any]) -> tuple[int, bool]:

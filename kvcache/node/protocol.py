@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcache.options import without_secrets
 from kvcache.transfer.shared_file import private_folder
 
 VERSION = 1
@@ -136,8 +137,9 @@ def unpack_hello(payload: bytes) -> tuple[dict[str, Any], list[tuple[int, list[i
 def differences(of_pool: Mapping[str, Any], of_engine: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each name whose value differs between a pool and an engine."""
     names = sorted({*of_pool, *of_engine})
+    shown_pool, shown_engine = without_secrets(dict(of_pool)), without_secrets(dict(of_engine))
     return [
-        f"{name}: the pool has {of_pool.get(name)!r:.200}, this engine {of_engine.get(name)!r:.200}"
+        f"{name}: the pool has {shown_pool.get(name)!r:.200}, this engine {shown_engine.get(name)!r:.200}"
         for name in names
         if of_pool.get(name) != of_engine.get(name)
     ]

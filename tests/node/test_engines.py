@@ -74,6 +74,22 @@ def test_block_being_written_makes_others_wait(node, monkeypatch):
     assert reader.lookup(*prompt(1, 4)) == 4
 
 
+def test_later_look_up_behind_first_asks_again(node):
+    node = node(64)
+    writer, reader = node.engine("a"), node.engine("b")
+    turn(writer, *prompt(1, 5))
+    keys, context = prompt(1, 6)
+    assert [writer.status(key, context) for key in keys] == [2, 2, 2, 2, 2, 0]
+    writer.prepare_store(keys[5:], context)
+    other = prompt(1, 8)[1]
+    assert [reader.status(key, other) for key in keys] == [2, 2, 2, 2, 2, 1]
+    # Another request of the engine has brought the first block onto the device.
+    assert [reader.status(key, other) for key in keys[1:]] == [2, 2, 2, 2, 1]
+    writer.complete_store(keys[5:], context)
+    writer.owner_figures()
+    assert [reader.status(key, other) for key in keys[1:]] == [2, 2, 2, 2, 2]
+
+
 def test_several_groups_hold_all_ready_blocks(node):
     node = node(64)
     engine = node.engine("a", num_groups=2)

@@ -74,6 +74,13 @@ def test_second_owner_and_65th_engine_are_refused(node):
         node.engine("one more")
 
 
+def test_differences_show_no_secrets():
+    pool, engine = ({"tiers": [{"url": f"valkey://u:{word}@h", "password": word}]} for word in ("first", "second"))
+    (text,) = protocol.differences(pool, engine)
+    assert "first" not in text
+    assert "second" not in text
+
+
 def test_other_user_is_refused(node, monkeypatch):
     node = node(8)
     monkeypatch.setattr(owner_module, "os", SimpleNamespace(**{**vars(os), "geteuid": lambda: os.geteuid() + 1}))
@@ -81,6 +88,15 @@ def test_other_user_is_refused(node, monkeypatch):
         ValueError, match=f"the pool belongs to user {os.geteuid() + 1}, this process to user {os.geteuid()}"
     ):
         node.engine("a")
+
+
+def test_removed_pool_file_is_refused(node):
+    node = node(8)
+    node.engine("a")
+    (node.folder / "pool").unlink()
+    with pytest.raises(ValueError, match=r"pool was removed while its owner, process \d+, runs"):
+        register_worker(node.folder, greeting("b", node.identity, node.options, 0), 8, BLOCK_BYTES)
+    assert not (node.folder / "pool").exists()
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o707])
@@ -171,7 +187,7 @@ def test_new_owner_keeps_whole_pool_only(node, damage):
     if damage == "truncated":
         os.truncate(ledger, ledger.stat().st_size - 1)
     elif damage == "another version":
-        ledger.write_bytes(ledger.read_bytes().replace(b"KVNODE01", b"KVNODE00", 1))
+        ledger.write_bytes(ledger.read_bytes().replace(b"KVNODE02", b"KVNODE01", 1))
     elif damage == "pool missing":
         (node.folder / "pool").unlink()
     node.start()

@@ -76,11 +76,12 @@ class Names:
             if len(lines) > self._max_bytes:
                 raise OSError(f"{self._path} is full: {len(kept)} names of objects that are held")
             temporary = self._path.with_suffix(".new")
-            temporary.write_bytes(lines)
+            with open(temporary, "wb", opener=_private) as file:
+                file.write(lines)
             temporary.replace(self._path)
             self._written = kept | new
             return
-        with self._path.open("ab") as file:
+        with open(self._path, "ab", opener=_private) as file:
             file.write(lines)
         self._written |= new
 
@@ -110,3 +111,8 @@ class Names:
                 self._written.add(self._learn(tuple(values)))
             except (ValueError, TypeError):
                 continue
+
+
+def _private(path: str, flags: int) -> int:
+    # The file names every `cache_salt`.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
