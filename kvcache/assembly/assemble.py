@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from kvcache.assembly.log import set_up_log
 from kvcache.control.cpu import CPUOffloadingManager
@@ -98,6 +98,31 @@ def parse_tier(entry: Mapping[str, Any] | TierSettings) -> TierSettings:
     where = f"tier {entry['type']!r}"
     config, component = run_all((partial(TierConfig.parse, of_manager, where), partial(Component.parse, tier, of_tier)))
     return TierSettings(tier, component.options, config)
+
+
+@dataclass(frozen=True)
+class KindOptions(Options):
+    """Options in an engine's configuration of a tier; beside them stand those of the tier that ``kind`` names."""
+
+    kind: str = option(parse_text, when="always: `disk`, `memory`, `valkey`, `mooncake`, or `package.module:Class`")
+
+
+_Kind = TypeVar("_Kind", bound=KindOptions)
+
+
+def parse_kind(
+    config: Mapping[str, Any], engine_keys: frozenset[str], options_type: type[_Kind]
+) -> tuple[_Kind, TierSettings]:
+    """Parse an engine's configuration of a tier: the engine's part by `options_type`, the other options by the tier.
+
+    `engine_keys` are read by the engine. ValueError names each option that is missing, invalid or unknown.
+    """
+    options = {name: value for name, value in config.items() if name not in engine_keys}
+    if options.get("kind") is None:
+        raise ValueError(f"{options_type.where} needs 'kind', got {without_secrets(options)!r}")
+    ours, of_tier = split(options, options_type.declared())
+    declared = options_type.parse(ours)
+    return declared, parse_tier({**of_tier, "type": declared.kind})
 
 
 def _class_of(entry: Mapping[str, Any], registry: Registry, kind: str) -> tuple[Any, dict[str, Any]]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvcache.assembly.assemble import OffloadSettings, TierSettings, parse_tier
-from kvcache.options import Component, Options, option, parse_share, parse_text, split, without_secrets
+from kvcache.assembly.assemble import KindOptions, OffloadSettings, TierSettings, parse_kind
+from kvcache.options import Component, option, parse_share
 from kvcache.tiers.shared_store import SharedStoreTier
 
 # SGLang reads these keys itself.
@@ -37,12 +37,11 @@ def _parse_shares(name: str, value: Any) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class StorageOptions(Options):
-    """The options of a `KVCacheStorage`; beside them stand those of the tier that ``kind`` names."""
+class StorageOptions(KindOptions):
+    """The options of a `KVCacheStorage`."""
 
     where: ClassVar[str] = "SGLang's storage backend"
 
-    kind: str = option(parse_text, when="always: `disk`, `memory`, `valkey`, `mooncake`, or `package.module:Class`")
     shares: dict[str, float] | None = option(
         _parse_shares, None, when="a model has several host pools, and their shares of `capacity` must be others"
     )
@@ -53,12 +52,7 @@ class StorageOptions(Options):
 
 def read_config(config: Mapping[str, Any]) -> tuple[StorageOptions, TierSettings]:
     """Parse the extra config; raise ValueError naming each option that is missing, invalid or unknown."""
-    options = {name: value for name, value in config.items() if name not in ENGINE_KEYS}
-    if options.get("kind") is None:
-        raise ValueError(f"{StorageOptions.where} needs 'kind', got {without_secrets(options)!r}")
-    ours, of_tier = split(options, StorageOptions.declared())
-    storage_options = StorageOptions.parse(ours)
-    return storage_options, parse_tier({**of_tier, "type": storage_options.kind})
+    return parse_kind(config, ENGINE_KEYS, StorageOptions)
 
 
 def check_latent(settings: TierSettings, num_ranks: int) -> None:

@@ -11,19 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvcache.assembly.assemble import OffloadSettings, TierSettings, parse_tier
+from kvcache.assembly.assemble import KindOptions, OffloadSettings, TierSettings, parse_kind
 from kvcache.options import (
-    Options,
     choice_of,
     format_size,
     name_unknown,
     option,
     parse_count,
     parse_flag,
-    parse_text,
     run_all,
-    split,
-    without_secrets,
 )
 from kvcache.registry import POLICIES
 
@@ -75,12 +71,11 @@ ENGINE_TIER_KEYS = frozenset({"type", "module_path", "backpressure"})
 
 
 @dataclass(frozen=True)
-class KVCacheTierOptions(Options):
+class KVCacheTierOptions(KindOptions):
     """The options of a `KVCacheTier`; its entry of ``secondary_tiers`` also holds those of the tier it names."""
 
     where: ClassVar[str] = "a KVCacheTier"
 
-    kind: str = option(parse_text, when="always: `disk`, `memory`, `valkey`, `mooncake`, or `package.module:Class`")
     locality: str | None = option(choice_of("LOCAL", "REMOTE"), None, when="requests or routers select tiers by it")
     offload_policy: str = option(
         choice_of("chunk_level", "request_level"), "chunk_level", when="host blocks are to be written again"
@@ -93,12 +88,7 @@ class KVCacheTierOptions(Options):
 
 def read_tier(config: Mapping[str, Any]) -> tuple[KVCacheTierOptions, TierSettings]:
     """Parse an entry of ``secondary_tiers``; raise ValueError naming each option that is invalid or unknown."""
-    options = {name: value for name, value in config.items() if name not in ENGINE_TIER_KEYS}
-    if options.get("kind") is None:
-        raise ValueError(f"{KVCacheTierOptions.where} needs 'kind', got {without_secrets(options)!r}")
-    ours, of_tier = split(options, KVCacheTierOptions.declared())
-    tier_options = KVCacheTierOptions.parse(ours)
-    settings = parse_tier({**of_tier, "type": tier_options.kind})
+    tier_options, settings = parse_kind(config, ENGINE_TIER_KEYS, KVCacheTierOptions)
     if settings.config.write_policy != "write_through" or settings.config.arbiter:
         raise ValueError("vLLM's manager decides what a KVCacheTier writes and loads: omit write_policy and arbiter")
     return tier_options, settings
