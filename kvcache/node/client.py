@@ -85,7 +85,7 @@ class _View:
 
 
 class Link:
-    """A connection to the owner of a folder's pool. `hello` says who the client is.
+    """A connection to the owner of a folder's pool. `hello` identifies the client.
 
     A call waits at most `patience_s` for the owner, and then the connection is closed.
     """
@@ -237,7 +237,7 @@ def register_worker(folder: Path, hello: Mapping[str, Any], num_blocks: int, blo
 def greeting(
     engine: str, identity: Mapping[str, Any], options: Mapping[str, Any], rank: int = -1, num_workers: int = 0
 ) -> dict[str, Any]:
-    """Return what a client says of itself.
+    """Return the identity of a client, for its greeting.
 
     `engine` is the id of the engine, `identity` what makes its blocks different from others (with ``num_blocks``,
     ``block_bytes`` and ``block_size``), `options` those of the owner, `rank` the worker's, -1 for a scheduler, and
@@ -587,7 +587,7 @@ class NodeManager(OffloadingManager):
             return None
 
     def _lose(self, error: OSError) -> None:
-        """Go on without the owner. What is held stays held: the ledger has it."""
+        """Go on without the owner. The leases stay: the ledger has them."""
         self._counts["outages"] += 1
         _LOG.warning("the owner of %s does not answer (%r): look-ups miss until it does", self._link.folder, error)
         self._link.close()

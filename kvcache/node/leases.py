@@ -43,7 +43,7 @@ MAX_SHARE = 0.5
 
 
 class Lease:
-    """What one request of one engine holds: `held_keys` in `held_slots`. `keys` are those of its prompt."""
+    """The leases of one request of one engine: `held_keys` in `held_slots`. `keys` are those of its prompt."""
 
     __slots__ = ("context", "held_keys", "held_slots", "is_stale", "keys", "start")
 
@@ -58,7 +58,7 @@ class Lease:
 
 
 class EngineLeases:
-    """What one engine holds, and its counters; `number` is its bit in the ledger."""
+    """The leases of one engine, and its counters; `number` is its bit in the ledger."""
 
     def __init__(self, number: int, num_slots: int) -> None:
         self.number = number
@@ -85,7 +85,7 @@ class NodeLeases:
         self._hooks = PoolLedger(manager.pool, ledger, self._leave_blocks)
 
     def add_engine(self, number: int) -> EngineLeases:
-        """Return the leases of an engine: after a restart what the ledger says that it holds, otherwise nothing."""
+        """Return the leases of an engine: after a restart those in the ledger, otherwise none."""
         engine = self.engines[number] = EngineLeases(number, self.num_slots)
         ledger = self.ledger
         held = np.flatnonzero(ledger.readers & np.uint64(1 << number))
@@ -99,7 +99,7 @@ class NodeLeases:
         return engine
 
     def resume(self, engine: EngineLeases, requests: list[tuple[int, list[int], list[int]]]) -> None:
-        """Replace what an engine holds by its own list: per request the slots that it reads and writes.
+        """Replace the leases of an engine by its own list: per request the slots that it reads and writes.
 
         ValueError: the list names slots that the engine does not hold. Nothing changes.
         """
@@ -293,7 +293,7 @@ class NodeLeases:
         self.ledger.unread(slots, engine.number)
 
     def _release(self, engine: EngineLeases, lease: Lease) -> None:
-        """Give back what a request holds."""
+        """Return the leases of a request."""
         slots, keys = lease.held_slots, lease.held_keys
         if not len(slots):
             return

@@ -1,4 +1,4 @@
-"""The ledger: what a new owner must know of the slots of a pool, in shared memory that outlives the old owner.
+"""The ledger: the state of each slot of a pool, in shared memory that outlives the owner.
 
 The owner writes it before each answer that lets a client act. `PoolLedger` wraps the pool's own operations, so that
 promotions of tiers are recorded, too; a pool without a ledger has no wrapper.
@@ -143,7 +143,7 @@ class Ledger:
         self.writer[self.writer == engine] = OWNER
 
     def drop_dead(self, living: Collection[int]) -> None:
-        """Forget all engines but the living ones, and what they held or wrote."""
+        """Forget all engines but the living ones, and their leases."""
         self.readers &= np.uint64(sum(1 << engine for engine in living))
         is_lost = (self.state == PENDING) & ~np.isin(self.writer, np.array(sorted(living), np.uint8))
         self.state[is_lost] = ABSENT

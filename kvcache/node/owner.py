@@ -182,7 +182,7 @@ class Owner:
         self._is_stopping = True
 
     def step(self, timeout_s: float) -> None:
-        """Handle what has arrived, or arrives within `timeout_s`."""
+        """Handle the messages that have arrived, or arrive within `timeout_s`."""
         for fd, _ in self._poll.poll(timeout_s):
             source = self._by_fd.get(fd)
             if fd == self._listener.fileno():

@@ -108,7 +108,7 @@ def unpack_slots(payload: bytes) -> list[int]:
 
 
 def pack_hello(hello: Mapping[str, Any], leases: Sequence[tuple[int, Sequence[int], Sequence[int]]] = ()) -> bytes:
-    """Return the payload of HELLO: who the client is, and per request the slots that it reads and writes."""
+    """Return the payload of HELLO: the client's identity, and per request the slots that it reads and writes."""
     text = json.dumps(hello, sort_keys=True).encode()
     parts = [struct.pack("<I", len(text)), text]
     for request, reads, writes in leases:

@@ -47,7 +47,7 @@ _POLL_SHARE = 1 / 16
 
 
 class _Blocks:
-    """The blocks of one call: what has to move, and what has moved."""
+    """The blocks of one call: those that wait to be moved, and those that were."""
 
     def __init__(
         self, is_load: bool, keys: Sequence[bytes], buffers: Sequence[Buffer | Sequence[Buffer]], num_bytes: int
@@ -232,7 +232,7 @@ class KeyedStore:
         self._controller.shutdown()
 
     def _poll(self) -> float:
-        """Take in what the tier reports, and give up what is late; return the time."""
+        """Take the tier's reports, and give up late jobs; return the time."""
         now_s = self.clock()
         controller = self._controller
         controller.retry_reset(now_s)

@@ -1,4 +1,4 @@
-"""An engine's processes die one by one: what it held stays until the last one, and then nothing of it applies."""
+"""An engine's processes die one by one: its leases stay until the last one has ended."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Engines of one node: what they find of each other, hold, and lose; and what the ledger says of it."""
+"""Engines of one node: shared hits, leases, resets, and the ledger after each call."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""The owner process: what it refuses, what a broken client costs, how long an engine waits for it, when it ends."""
+"""The owner process: refusals, broken clients, outages, recovery and its end."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Engines of one machine over one pool: what one engine stored, the next one loads, with equal tokens."""
+"""Engines of one machine over one pool: the next engine loads the first one's blocks, with equal tokens."""
 
 import os
 import shutil

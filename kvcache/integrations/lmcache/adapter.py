@@ -144,7 +144,7 @@ class KVCacheL2(L2AdapterInterface):
         self._tell()
 
     def register_listener(self, listener: Any) -> None:
-        """Register a listener, and tell it of the objects that are held already."""
+        """Register a listener, and notify it of the objects that are held already."""
         with self._telling:
             self._tell()
             super().register_listener(listener)
@@ -273,7 +273,7 @@ class KVCacheL2(L2AdapterInterface):
                     tiers += [after.tier] * len(after.tier.pin([key]))
 
     def _tell(self) -> None:
-        """Take in which objects came and went, and tell LMCache."""
+        """Notify LMCache of the objects that were stored and removed."""
         if not self._has_name:
             # LMCache names an adapter after it has made it, and events carry the name.
             return

@@ -72,7 +72,7 @@ class Sizes:
         return list(self._by_size.values())
 
     def get(self, size: int) -> Objects | None:
-        """Return the objects of a size, None if there are none."""
+        """Return the objects of a size, or None if no object has it."""
         return self._by_size.get(size)
 
     def opened(self, size: int) -> Objects:
