@@ -184,8 +184,8 @@ def test_hot_keys_in_or_out_of_the_sample_do_not_tilt_the_curve() -> None:
     # Ten keys make half of all uses: sampled or not, they are hits.
     hot = [key(number) for number in range(10)]
     requests = [hot + [key(100 * request + at) for at in range(10)] for request in range(1, 2000)]
-    # At a quarter of the keys: 5,000 uses of cold ones and, should all ten be sampled, 20,000 of hot ones.
-    found = what_if_of(CPUOffloadingManager(16, 10_000, what_if=24_576), requests, policies="lru")
+    # At half of the keys: 10,000 uses of cold ones and, should all ten be sampled, 20,000 of hot ones.
+    found = what_if_of(CPUOffloadingManager(16, 10_000, what_if=32_768), requests, policies="lru")
     assert found.sample_rate <= 1 / 2
     assert not found.notes
     assert found.hits_at(4000) == pytest.approx(0.5, abs=0.03)
