@@ -26,11 +26,13 @@ from kvcache.integrations.sglang import settings as sglang
 from kvcache.integrations.vllm import engine_keys
 from kvcache.integrations.vllm import settings as vllm
 from kvcache.integrations.vllm.releases import describe_release
+from kvcache.node.ledger import fault_of, identity_of, living_processes
+from kvcache.node.protocol import node_folder
 from kvcache.options import Component, OptionError, choice_of, format_size, name_unknown, parse_size
 from kvcache.recorder.files import refusal_of
 from kvcache.registry import EXPORTERS, TIERS
 from kvcache.tiering.controller import TierConfig
-from kvcache.transfer.shared_file import leftover_files
+from kvcache.transfer.shared_file import leftover_files, private_folder
 
 _WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
 _LEAST_POOL_BYTES = 1 << 20
@@ -52,13 +54,15 @@ def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | Non
 
     `num_bytes` are those of a block on one of the workers; 0: unknown. `is_latent`: all workers hold the same bytes.
     """
-    config_part, transfer, is_vllm, has_events, engine_block = _read(config)
+    config_part, transfer, is_vllm, engine = _read(config)
     if config_part.get("module_path") == "kvcache.integrations.lmcache":
         return _check_l2(config_part)
     if config_part.get("module_path") == "kvcache.integrations.sglang":
         return _check_storage(config_part)
     if not is_vllm:
         return check_config(config_part, block_bytes=num_bytes, world_size=workers)
+    has_events = (engine.get("kv_events_config") or {}).get("enable_kv_cache_events") is True
+    engine_block = engine.get("block_size")
     faults = [*vllm.connector_faults(transfer), *filter(None, [vllm.spec_fault(config_part)])]
     findings = [Finding("error", "connector", f"vLLM would not use kvcache: {fault}") for fault in faults]
     findings += [
@@ -68,6 +72,9 @@ def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | Non
     if vllm.is_engine_spec(config_part) and not engine_keys.has_accelerator():
         findings = [finding for finding in findings if finding.subject != "data plane"]
         findings.append(Finding("error", "data plane", engine_keys.NO_DEVICE))
+    if config_part.get(vllm.NODE_POOL):
+        faults_of_pool = engine_keys.node_faults(config_part.get(vllm.DATA_PLANE), engine, has_events)
+        findings += [Finding(level, "node pool", text) for level, text in faults_of_pool]
     findings += _leftover_regions()
     findings.append(Finding(*describe_release("eviction_policy" in config_part)))
     if has_events and not config_part.get(vllm.SELF_DESCRIBING):
@@ -132,8 +139,13 @@ def check_config(
         pool_bytes = num_blocks * block_bytes * world_size
         size = f" of {format_size(block_bytes * world_size)}, {format_size(pool_bytes)} in all" if block_bytes else ""
         findings.append(Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {policy}"))
+    node_pool = getattr(placement, vllm.NODE_POOL, None)
+    used_bytes = 0
+    if node_pool:
+        used_bytes, finding = _check_node(node_pool, settings.cpu_bytes_to_use or 0)
+        findings.append(finding)
     if pool_bytes:
-        findings += _check_memory(pool_bytes, settings)
+        findings += _check_memory(max(0, pool_bytes - used_bytes), settings, bool(node_pool))
     if settings.record:
         findings += _check_record(settings.record, settings.record_max_bytes)
     findings += [_check_exporter(exporter) for exporter in settings.exporters]
@@ -146,8 +158,8 @@ def check_config(
     return findings
 
 
-def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, bool, object]:
-    """Return the options, what surrounds them, whether they are vLLM's, KV events are on, and its ``block_size``."""
+def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, Mapping[str, Any]]:
+    """Return the options, what surrounds them, whether they are vLLM's, and the configuration of vLLM itself."""
     source = "standard input" if str(config) == "-" else str(config)
     try:
         text = typer.get_text_stream("stdin").read() if str(config) == "-" else config.read_text(encoding="utf-8")
@@ -156,9 +168,8 @@ def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, boo
         raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not JSON: {error}") from error
-    events = document.get("kv_events_config") if isinstance(document, Mapping) else None
-    has_events = isinstance(events, Mapping) and events.get("enable_kv_cache_events") is True
-    engine_block = document.get("block_size") if isinstance(events, Mapping) else None
+    is_engine = isinstance(document, Mapping) and isinstance(document.get("kv_events_config", {}), Mapping)
+    engine = document if is_engine and "kv_transfer_config" in document else {}
     where = "extra_config"
     outer: Mapping[str, Any] = {}
     for name in _WRAPPERS:
@@ -170,7 +181,7 @@ def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, boo
         raise ValueError(f"{where} in {source} must be an object, got {document!r:.200}")
     is_vllm = where != "extra_config" or "spec_module_path" in document or "secondary_tiers" in document
     # What surrounds them is a connector's only if they are its `kv_connector_extra_config`.
-    return document, outer if where == _WRAPPERS[-1] else {}, is_vllm, has_events, engine_block
+    return document, outer if where == _WRAPPERS[-1] else {}, is_vllm, engine
 
 
 def _check_l2(adapter: Mapping[str, Any]) -> list[Finding]:
@@ -218,7 +229,34 @@ def _faults(error: ValueError) -> list[Finding]:
     return [Finding("error", "options", problem) for problem in problems]
 
 
-def _check_memory(pool_bytes: int, settings: OffloadSettings) -> Iterator[Finding]:
+def _check_node(name: str | bool, num_bytes: int) -> tuple[int, Finding]:
+    """Return the memory that a node's pool has already, and the state of the pool; nothing is created."""
+    home = Path("/dev/shm", f"kvcache-{os.geteuid()}")
+    folder = home / f"node-{name}"
+    text = f"one for all engines of this machine, {'named by the model' if name is True else folder}"
+    used_bytes = 0
+    try:
+        if home.exists():
+            private_folder()
+        if name is True or not folder.exists():
+            return 0, Finding("ok", "node pool", text)
+        used_bytes = (node_folder(str(name)) / "pool").stat().st_blocks * 512
+        if reason := fault_of(folder / "ledger"):
+            return used_bytes, Finding("warning", "node pool", f"{text}: starts empty, its ledger is {reason}")
+        identity, processes = identity_of(folder / "ledger"), living_processes(folder / "ledger")
+    except OSError:
+        return used_bytes, Finding("ok", "node pool", f"{text}; no engine has used it yet")
+    except ValueError as error:
+        return 0, Finding("error", "node pool", str(error))
+    pool_bytes = identity["num_blocks"] * identity["block_bytes"]
+    text += f"; it has {format_size(pool_bytes)}, and {len({engine for _, engine, _ in processes})} engines use it"
+    # A pool is a whole number of blocks.
+    if processes and not 0 <= num_bytes - pool_bytes < identity["block_bytes"]:
+        return used_bytes, Finding("error", "node pool", f"{text}: an engine of {format_size(num_bytes)} is refused")
+    return used_bytes, Finding("ok", "node pool", text)
+
+
+def _check_memory(pool_bytes: int, settings: OffloadSettings, is_of_node: bool) -> Iterator[Finding]:
     from kvcache.transfer.free_memory import check_memory
 
     try:
@@ -233,7 +271,7 @@ def _check_memory(pool_bytes: int, settings: OffloadSettings) -> Iterator[Findin
         yield Finding("warning", "pinned memory", f"{text}, and copies are slower then")
     else:
         yield Finding("ok", "pinned memory", "unlimited")
-    if settings.tiers:
+    if settings.tiers or is_of_node:
         folder = Path(settings.pool_path).parent if settings.pool_path else Path(settings.pool_folder)
         yield _room("shared memory", folder, pool_bytes)
 

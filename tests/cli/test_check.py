@@ -1,6 +1,10 @@
 """`kvcache check` as a user runs it."""
 
 import json
+import os
+import shutil
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +12,15 @@ pytest.importorskip("typer")
 
 import kvcache
 from kvcache.integrations.vllm.releases import describe_release
+from kvcache.node.client import NodeManager, greeting
+from kvcache.node.owner import Owner
+from kvcache.node.protocol import node_folder
 
 MODULE = "kvcache.integrations.vllm"
 POLICY = {"eviction_policy": "Amq", "cache_policy_module_path": f"{MODULE}.policies"}
 TIER = {"type": "KVCacheTier", "module_path": MODULE, "kind": "disk", "path": "x", "capacity": 9}
+NODE = {"node_pool": True, "data_plane": "kvcache"}
+DISK = {"type": "disk", "path": "x{dp_rank}", "capacity": 9}
 CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
 
@@ -24,6 +33,11 @@ def ours(**options):
 def engines(**options):
     """Return a configuration of vLLM's own manager."""
     return {"kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 64 << 20} | options}
+
+
+def vllm_with(options, **engine):
+    """Return a configuration of vLLM itself over our manager."""
+    return {**engine, "kv_transfer_config": CONNECTOR | ours(**options)}
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +155,13 @@ def test_check_vllm_data_plane_of_our_manager_depends_on_the_platform(check):
         (ours(eviction_policy="arc"), "kvcache reads 'cache_policy', not 'eviction_policy'"),
         (ours() | {"kv_conector": "x", "kv_role": "kv_both"}, "kv_connector must be 'OffloadingConnector', got None"),
         (CONNECTOR | ours() | {"kv_role": "both"}, "kv_role must be 'kv_producer' or 'kv_consumer' or"),
+        (ours(node_pool=True), "'node_pool' needs kvcache's worker: set 'data_plane' to 'kvcache'"),
+        (ours(node_pool=True, data_plane="vllm"), "'node_pool' needs kvcache's worker"),
+        (ours(**NODE, pool_folder="/dev/shm"), "lies in /dev/shm; leave 'pool_folder' out"),
+        (ours(**NODE, tiers=[DISK]), "serves all engines; leave '{dp_rank}'"),
+        (vllm_with(NODE, pipeline_parallel_size=2), "does not work with a pipeline of 2 stages"),
+        (vllm_with(NODE, kv_events_config={"enable_kv_cache_events": True}), "KV events do not work with 'node_pool'"),
+        (vllm_with(NODE | {"cpu_bytes_to_use": "4096TiB"}), "error shared memory 4096 TiB are needed below /dev/shm"),
         (engines(secondary_tiers=[TIER | {"capasity": 1}]), "capasity (did you mean 'capacity'?)"),
         (engines(secondary_tiers=[TIER | {"kind": "disc"}]), "did you mean 'disk'"),
         (engines(secondary_tiers=[TIER | {"type": "Tier"}]), "must be one of KVCacheTier, got 'Tier'"),
@@ -224,3 +245,34 @@ def test_check_storage_of_sglang(check, tmp_path, changes, message):
     status, text = check({name: value for name, value in {**config, **changes}.items() if value is not None})
     assert status == bool(message), text
     assert message in text
+
+
+def test_check_node_pool_names_what_is_there(check, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    name = f"check-{os.getpid()}"
+    folder = Path(f"/dev/shm/kvcache-{os.geteuid()}/node-{name}")
+    given = vllm_with(NODE | {"node_pool": name}, prefix_caching_hash_algo="xxhash")
+    status, text = check(given)
+    assert (status, folder.exists()) == (0, False)
+    assert f"ok node pool one for all engines of this machine, {folder} " in text
+    assert "64 MiB are needed below /dev/shm" in text
+    assert "warning node pool xxhash has a random seed, and engines of a 'node_pool' must hash alike: set" in text
+    owner = Owner(node_folder(name), linger_s=None)
+    thread = threading.Thread(target=owner.run)
+    thread.start()
+    try:
+        assert f"{folder}; no engine has used it yet" in check(given)[1]
+        identity = {"num_blocks": 31, "block_bytes": 2 << 20, "block_size": 16}
+        engine = NodeManager(folder, greeting("a", identity, {"cache_policy": "lru"}), starts_owner=False)
+        text = check(given)[1]
+        assert f"error node pool one for all engines of this machine, {folder}; it has 62 MiB, and 1 engines" in text
+        assert "use it: an engine of 64 MiB is refused" in text
+        given["kv_transfer_config"]["kv_connector_extra_config"]["cpu_bytes_to_use"] = "63MiB"
+        assert "ok shared memory 1 MiB are needed below /dev/shm" in check(given)[1]
+        engine.shutdown()
+    finally:
+        owner.stop()
+        thread.join()
+        folder.chmod(0o755)
+        assert f"{folder} must be a folder of user {os.geteuid()} that is closed to others" in check(given)[1]
+        shutil.rmtree(folder)

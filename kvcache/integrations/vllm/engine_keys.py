@@ -5,6 +5,7 @@ vLLM finds a bad one only after it has loaded the weights, or takes it for somet
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,21 @@ def _spec_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
             choice_of("lru", "arc")("eviction_policy of vLLM itself", extra_config.get("eviction_policy", "lru"))
         except ValueError as error:
             yield str(error)
+
+
+def node_faults(data_plane: str | None, engine: Mapping[str, Any], has_events: bool) -> Iterator[tuple[str, str]]:
+    """Yield the level and text of what a node's pool excludes; `engine` are vLLM's own options, if they are known."""
+    if data_plane is None and has_accelerator():
+        yield "error", f"{settings.NODE_POOL!r} needs kvcache's worker: set {settings.DATA_PLANE!r} to 'kvcache'"
+    if has_events:
+        yield "error", f"KV events do not work with {settings.NODE_POOL!r}; leave out kv_events_config"
+    stages = engine.get("pipeline_parallel_size", 1)
+    if stages != 1:
+        yield "error", f"{settings.NODE_POOL!r} does not work with a pipeline of {stages!r} stages"
+    algorithm = str(engine.get("prefix_caching_hash_algo", "sha256"))
+    if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
+        text = f"{algorithm} has a random seed, and engines of a {settings.NODE_POOL!r} must hash alike"
+        yield "warning", f"{text}: set PYTHONHASHSEED=0 for all of them, or prefix_caching_hash_algo to 'sha256'"
 
 
 def has_accelerator() -> bool:

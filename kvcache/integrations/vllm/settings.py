@@ -274,6 +274,8 @@ def _read_manager(extra_config: Mapping[str, Any], num_groups: int) -> OurManage
         )
     )
     _check_under_engine(settings)
+    if node_pool:
+        _check_node(settings, extra_config)
     return OurManager(settings, settings.cache_policy, data_plane, node_pool)
 
 
@@ -288,6 +290,18 @@ def _read_node_pool(extra_config: Mapping[str, Any]) -> str | bool | None:
 
         check_name(name)
     return True if name is True else str(name)
+
+
+def _check_node(settings: OffloadSettings, extra_config: Mapping[str, Any]) -> None:
+    """Raise ValueError if options of one engine's own pool are set for a pool of all engines."""
+    if "pool_folder" in extra_config:
+        raise ValueError(f"the pool of a {NODE_POOL!r} lies in /dev/shm; leave 'pool_folder' out")
+    for tier in settings.tiers:
+        if tier.of_rank("0") is not tier:
+            raise ValueError(
+                f"below a {NODE_POOL!r} one tier serves all engines; leave '{{dp_rank}}' and '{{rank}}' out of its "
+                f"path, got {tier.options.arguments()['path']!r}"
+            )
 
 
 def node_options(extra_config: Mapping[str, Any], settings: OffloadSettings) -> dict[str, Any]:
