@@ -139,13 +139,8 @@ def check_config(
         pool_bytes = num_blocks * block_bytes * world_size
         size = f" of {format_size(block_bytes * world_size)}, {format_size(pool_bytes)} in all" if block_bytes else ""
         findings.append(Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {policy}"))
-    node_pool = getattr(placement, vllm.NODE_POOL, None)
-    used_bytes = 0
-    if node_pool:
-        used_bytes, finding = _check_node(node_pool, settings.cpu_bytes_to_use or 0)
-        findings.append(finding)
     if pool_bytes:
-        findings += _check_memory(max(0, pool_bytes - used_bytes), settings, bool(node_pool))
+        findings += _check_memory(pool_bytes, settings, getattr(placement, vllm.NODE_POOL, None))
     if settings.record:
         findings += _check_record(settings.record, settings.record_max_bytes)
     findings += [_check_exporter(exporter) for exporter in settings.exporters]
@@ -256,9 +251,13 @@ def _check_node(name: str | bool, num_bytes: int) -> tuple[int, Finding]:
     return used_bytes, Finding("ok", "node pool", text)
 
 
-def _check_memory(pool_bytes: int, settings: OffloadSettings, is_of_node: bool) -> Iterator[Finding]:
+def _check_memory(pool_bytes: int, settings: OffloadSettings, node_pool: str | bool | None) -> Iterator[Finding]:
     from kvcache.transfer.free_memory import check_memory
 
+    if node_pool:
+        used_bytes, finding = _check_node(node_pool, settings.cpu_bytes_to_use or 0)
+        yield finding
+        pool_bytes = max(0, pool_bytes - used_bytes)
     try:
         check_memory(pool_bytes)
     except ValueError as error:
@@ -271,7 +270,7 @@ def _check_memory(pool_bytes: int, settings: OffloadSettings, is_of_node: bool) 
         yield Finding("warning", "pinned memory", f"{text}, and copies are slower then")
     else:
         yield Finding("ok", "pinned memory", "unlimited")
-    if settings.tiers or is_of_node:
+    if settings.tiers or node_pool:
         folder = Path(settings.pool_path).parent if settings.pool_path else Path(settings.pool_folder)
         yield _room("shared memory", folder, pool_bytes)
 
