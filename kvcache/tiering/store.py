@@ -261,29 +261,31 @@ class KeyedStore:
         blocks = _Blocks(is_load, keys, buffers, self.block_bytes)
         jobs: list[TierJob] = []
         size = max(1, self._num_rows // _JOBS_PER_CALL)
-        progress_s = self.clock()
+        progress_s, num_left = self.clock(), len(blocks.waiting)
         while blocks.waiting or jobs:
             with self._lock:
                 now_s = self._poll()
                 ended = [job for job in jobs if job.is_overdue or job.job_id in self._results]
                 results = [self._results.pop(job.job_id, None) for job in ended]
-                rows = self._rows_for(is_load, min(size, len(blocks.waiting)), now_s)
+                is_late = now_s - progress_s > self._config.deadline_s
+                rows = [] if is_late else self._rows_for(is_load, min(size, len(blocks.waiting)), now_s)
                 is_busy = any(not job.is_overdue for job in self._controller.jobs.values())
             for job, result in zip(ended, results, strict=True):
                 jobs.remove(job)
                 if result is not None:
                     self._end(job, result, blocks)
+            num_before, num_left = num_left, len(blocks.waiting) + sum(len(job.keys) for job in jobs)
             sent = self._start(is_load, rows, blocks) if rows else None
             if sent is not None:
                 jobs.append(sent)
-            if ended or sent is not None:
+            if num_left < num_before:
                 progress_s = now_s
-            elif rows and size > 1:
+            elif rows and sent is None and size > 1:
                 # The tier has refused more blocks than it can evict now.
                 size = (size + 1) // 2
-            elif not jobs and (rows is None or (rows and not is_busy) or now_s - progress_s > self._config.deadline_s):
+            elif not jobs and (rows is None or is_late or (rows and not is_busy)):
                 break
-            else:
+            elif sent is None or ended:
                 self._sleep(now_s - progress_s)
         return [key in blocks.moved for key in keys]
 
@@ -323,8 +325,12 @@ class KeyedStore:
                 if key in done:
                     blocks.take(self._rows[row], key)
         else:
-            # A block that the tier held already is neither done nor failed.
             done = set(job.keys).difference(result.failed)
-        blocks.moved |= done
         with self._lock:
             self._free[job.is_load] += job.block_ids
+            if not job.is_load:
+                # The tier holds the others already, or another call stores them or reads the bad blocks in their place.
+                busy = {key for key in done.difference(result.done) if self._controller.tier.lookup([key]) == 0}
+                blocks.waiting.extend(key for key in reversed(job.keys) if key in busy)
+                done -= busy
+        blocks.moved |= done

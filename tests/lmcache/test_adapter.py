@@ -132,10 +132,12 @@ def test_damaged_objects_are_misses_until_stored_again(harness, tmp_path, damage
     damage(data, MIB // 4)
     data.flush()
     l2 = l2 if is_live else harness()
+    l2.look_up(list(stored))  # a lock on damaged objects
     assert l2.load(stored) == []
     assert l2.usage() == {}
     assert l2.look_up(list(stored)) == []
     assert l2.store(stored) == MIB
+    l2.adapter.submit_unlock(list(stored))
     assert l2.load(stored) == [0, 1, 2, 3]
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -150,6 +151,42 @@ def test_hanging_tier_leaves_buffers_alone(gated):
     get(gated, [9, *range(100, 110)])  # absent, or what was stored
     assert gated.stats().stuck_blocks == 0
     assert all(put(gated, range(200, 260)) + get(gated, range(200, 260)))
+
+
+def test_put_answers_for_what_is_held(gated, tmp_path, monkeypatch):
+    """Bad blocks are stored once their readers have ended, and blocks that another call stores once that has failed."""
+    store = disk(tmp_path, deadline_s=0.2)
+    tier = store._controller.tier
+    assert put(store, [1]) == [True]
+    assert tier.pin([key_of(1)])
+    np.memmap(tmp_path / "data", np.uint8, "r+")[:] = 0
+    assert get(store, [1]) == put(store, [1, 2])[:1] == get(store, [1]) == [False]
+    store._config = replace(store._config, deadline_s=60)
+    threading.Timer(0.1, tier.unpin, [[key_of(1)]]).start()
+    assert put(store, [1, 2, 1]) == get(store, [1, 2, 1]) == [True] * 3
+    store.close()
+
+    answers, begun = [], threading.Event()
+
+    def fail(self, batch):
+        begun.set()
+        self.gate.wait()
+        monkeypatch.undo()
+        raise OSError("once")
+
+    monkeypatch.setattr(GatedTier, "put", fail)
+    GatedTier.gate.clear()
+    store = KeyedStore(lambda rows: (GatedTier(200, rows), replace(gated._config, deadline_s=60)), BLOCK_BYTES)
+    threads = [threading.Thread(target=lambda: answers.append(put(store, [1]))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        begun.wait()
+    GatedTier.gate.set()
+    for thread in threads:
+        thread.join()
+    assert [True] in answers
+    assert get(store, [1]) == [True]
+    store.close()
 
 
 def test_waiting_calls_share_rows(gated):

@@ -232,6 +232,12 @@ class KVCacheL2(L2AdapterInterface):
                 objects.store.touch(disk_keys)
                 for place, is_loaded in zip(places, objects.store.get(disk_keys, buffers), strict=True):
                     answers[place] = is_loaded
+        with self._lock:
+            # A lock of a bad object would only keep its place from the next store.
+            for place, key in enumerate(keys):
+                for tiers in [] if answers[place] else self._locks.get(self._names.disk_key(key), ()):
+                    while tiers:
+                        tiers.pop().unpin([self._names.disk_key(key)])
         if loaded := [key for key, is_loaded in zip(keys, answers, strict=True) if is_loaded]:
             self._notify_keys_accessed(loaded)
         return _bitmap(answers)
