@@ -147,8 +147,7 @@ class NodeLeases:
             return self._look_up(engine, frame)
         if op == RESET:
             self.manager.reset_cache(json.loads(frame.payload))
-            # Jobs of tiers may delay the pool's own reset. A new owner must not bring back blocks from before it.
-            self.ledger.state[self.ledger.state == READY] = ABSENT
+            self._hooks.forget()
             return pack(DONE, 0, request)
         if op == OPEN:
             engine.leases.setdefault(request, Lease(parse_hint(json.loads(frame.payload))))
@@ -317,4 +316,6 @@ class NodeLeases:
                     self._count(engine, np.array([slot]))
                     engine.writing[slot] = b""
             num_leases.update(engine.writing.keys())
+            # Stores that ended since `forget`.
+            self.ledger.unread(np.flatnonzero(engine.counts == 0), engine.number)
         return num_leases

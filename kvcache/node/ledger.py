@@ -140,6 +140,7 @@ class Ledger:
         rows = self.processes["engine"] == engine
         self.processes["pid"][rows] = 0
         self.names[engine] = b"\0" * 32
+        self.unread(slice(None), engine)
         self.writer[self.writer == engine] = OWNER
 
     def drop_dead(self, living: Collection[int]) -> None:
@@ -250,6 +251,17 @@ class PoolLedger:
             pool.end_request(req_context)
         held = np.flatnonzero((ledger.readers != 0) & (ledger.state == ABSENT)).tolist()
         self._withhold_leased({slot: int(ledger.readers[slot]).bit_count() for slot in held})
+
+    def forget(self) -> None:
+        """Record a reset before the pool's own, which jobs of tiers may delay: no later owner brings back a block.
+
+        Slots that engines write are held without a block from now on.
+        """
+        ledger = self._ledger
+        slots = np.flatnonzero((ledger.state == PENDING) & (ledger.writer != OWNER))
+        ledger.readers[slots] |= np.uint64(1) << ledger.writer[slots].astype(np.uint64)
+        ledger.state[:] = ABSENT
+        self.pending.clear()
 
     def _withhold_leased(self, num_leases: Mapping[int, int]) -> None:
         """Withhold free slots that clients hold without a block, each until its last lease has given it back."""

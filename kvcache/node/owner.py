@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import select
 import signal
@@ -41,10 +42,10 @@ from kvcache.node.protocol import (
 )
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.transfer.free_memory import check_memory
-from kvcache.transfer.shared_file import SharedBlocks
+from kvcache.transfer.shared_file import SharedBlocks, remove_unmapped
 
 _LOG = logging.getLogger(__name__)
-LINGER_S = 60.0
+LINGER_S, _RETIRE_S = 60.0, 5.0
 _POLL_S, _TIER_POLL_S = 0.25, 0.001
 _MAX_OUTBOX_BYTES = 64 << 20
 
@@ -150,6 +151,9 @@ class Owner:
         except BlockingIOError:
             os.close(self._lock)
             raise ValueError(f"another process owns the pool in {folder}") from None
+        # A service's lock file has a byte: its pool outlives the engines.
+        os.ftruncate(self._lock, options is not None)
+        _remove_dead_pools(folder.parent)
         self._options = options
         self._linger_s = linger_s
         self.pool: NodePool | None = None
@@ -165,7 +169,7 @@ class Owner:
         self._listener.setblocking(False)
         self._poll.register(self._listener, select.EPOLLIN)
         self._last_use_s = time.monotonic()
-        self._is_stopping = False
+        self._is_stopping, self._end_s = False, math.inf
 
     def run(self) -> None:
         """Serve until the end."""
@@ -175,11 +179,16 @@ class Owner:
             self.step(_TIER_POLL_S if is_busy else _POLL_S)
             if self._linger_s is not None and time.monotonic() - self._last_use_s > self._linger_s:
                 self._end_unless_used()
+            self._is_stopping |= time.monotonic() > self._end_s
         self.close()
 
     def stop(self, *_: object) -> None:
         """End soon; the files stay for the next owner."""
         self._is_stopping = True
+
+    def retire(self, *_: object) -> None:
+        """End and remove the files when the last engine has ended; after `_RETIRE_S`, leave them to the next owner."""
+        self._linger_s, self._end_s = 0.0, time.monotonic() + _RETIRE_S
 
     def step(self, timeout_s: float) -> None:
         """Handle the messages that have arrived, or arrive within `timeout_s`."""
@@ -221,7 +230,11 @@ class Owner:
 
     def _end_unless_used(self) -> None:
         # An engine that starts holds this lock until it is connected.
-        fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # the folder was removed, so no engine can come
+            self._is_stopping = not self._living_engines()
+            return
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.step(0)
@@ -418,6 +431,23 @@ class Owner:
         self.stats["ended_engines"] += 1
 
 
+def _remove_dead_pools(parent: Path) -> None:
+    """Free the memory of pools whose owner and engines were killed. A service's pool stays for the next service."""
+    for folder in parent.glob("node-*"):
+        with suppress(OSError):
+            lock = os.open(folder / "owner.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                pool, ledger = folder / "pool", folder / "ledger"
+                is_used = ledger.exists() and not fault_of(ledger) and living_processes(ledger)
+                if os.fstat(lock).st_size == 0 and not is_used:
+                    remove_unmapped(pool)
+                    if not pool.exists():
+                        ledger.unlink(missing_ok=True)
+            finally:
+                os.close(lock)
+
+
 def _pid_of(pidfd: int) -> int:
     """Return the process that a pidfd refers to, or -1."""
     with suppress(OSError, ValueError, IndexError):
@@ -435,7 +465,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"kvcache: error: {error}", file=sys.stderr)
         return 1
-    signal.signal(signal.SIGTERM, owner.stop)
+    signal.signal(signal.SIGTERM, owner.retire if options is None else owner.stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN if options is None else owner.stop)
     owner.run()
     return 0

@@ -290,19 +290,23 @@ def _remove_own(path: Path, inode: os.stat_result, owner_pid: int) -> None:
 
 def _remove_orphans(path: Path) -> None:
     for other in path.parent.glob(f"{PREFIX}*"):
-        if other == path:
-            continue
-        with contextlib.suppress(OSError):
-            # Opening a FIFO or a device must not block.
-            fd = os.open(other, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                status = os.fstat(fd)
-                is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-                # Checked under the lock: the name may refer to a new file by now.
-                if is_ours and _lock_whole(fd, fcntl.F_WRLCK) and _is_at(other, status):
-                    other.unlink()
-            finally:
-                os.close(fd)
+        if other != path:
+            remove_unmapped(other)
+
+
+def remove_unmapped(path: Path) -> None:
+    """Remove a pool's file of this user if no process maps it."""
+    with contextlib.suppress(OSError):
+        # Opening a FIFO or a device must not block.
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            # Checked under the lock: the name may refer to a new file by now.
+            if is_ours and _lock_whole(fd, fcntl.F_WRLCK) and _is_at(path, status):
+                path.unlink()
+        finally:
+            os.close(fd)
 
 
 def _try_for(seconds: float, attempt: Callable[[], bool]) -> bool:

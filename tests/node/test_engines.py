@@ -8,6 +8,7 @@ import pytest
 from node_harness import key_of, prompt, turn
 
 from kvcache import CPUOffloadingManager, ReqContext, Retention
+from kvcache.tiering.manager import TieredOffloadingManager
 
 HERE = Path(__file__)
 
@@ -107,6 +108,35 @@ def test_several_groups_hold_all_ready_blocks(node):
     engine.complete_load([keys[5], keys[13]], context)
     engine.owner_figures()
     assert node.leases.engines[engine.number].num_held == 0
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_draining_reset_forgets_stores(node, dies, monkeypatch):
+    """Stores from before a reset that waits for a tier's jobs never become ready, also not after the owner's death."""
+    monkeypatch.setattr("kvcache.node.client._RETRY_S", 0)
+    options = {"cache_policy": "lru", "tiers": [{"type": "memory", "capacity": "4KiB"}]}
+    node = node(64, options)
+    writer, other = node.engine("a"), node.engine("b")
+    stores = [prompt(document, 4) for document in (1, 2)]
+    for keys, context in stores:
+        assert writer.prepare_store(keys, context).keys_to_store == keys
+    with monkeypatch.context() as patch:
+        patch.setattr(TieredOffloadingManager, "_open_again", lambda manager: None)
+        other.reset_cache()
+        writer.complete_store(*stores[0])
+        assert writer.owner_figures() is not None
+        if dies:
+            node.stop()
+    if dies:
+        node.start()
+        for engine in (writer, other):
+            engine.status(key_of(99, 0), ReqContext())
+            wait_for(lambda engine=engine: engine.on_schedule_end() or engine._link.is_ready)
+    wait_for(lambda: node.owner.pool.manager._is_open)
+    writer.complete_store(*stores[1])
+    assert [writer.owner_figures() and other.lookup(keys, ReqContext()) for keys, _ in stores] == [0, 0]
+    node.check()
+    assert node.owner.pool.manager.pool.num_free == 64
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -21,6 +22,7 @@ from kvcache.node.client import NodeManager, greeting, register_worker
 from kvcache.node.ledger import MAX_ENGINES
 from kvcache.node.owner import Owner
 from kvcache.node.protocol import node_folder, pack, pack_hello
+from kvcache.transfer.shared_file import SharedBlocks
 
 KILLS = Path(__file__).parents[1] / "isolated" / "node_kills.py"
 
@@ -97,6 +99,46 @@ def test_removed_pool_file_is_refused(node):
     with pytest.raises(ValueError, match=r"pool was removed while its owner, process \d+, runs"):
         register_worker(node.folder, greeting("b", node.identity, node.options, 0), 8, BLOCK_BYTES)
     assert not (node.folder / "pool").exists()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_retired_owner_leaves_used_files_only(node, is_used, monkeypatch):
+    monkeypatch.setattr(owner_module, "_RETIRE_S", 0.1)
+    node = node(8)
+    if is_used:
+        node.engine("a")
+    else:
+        node.owner._check_pool(greeting("a", node.identity, node.options))
+    node.owner.retire()
+    node.thread.join(10)
+    assert [(node.folder / name).exists() for name in ("pool", "ledger")] == [is_used, is_used]
+
+
+@pytest.mark.parametrize("kind", ["dead", "service", "engine", "mapped"])
+def test_owner_start_removes_dead_pools(node, kind):
+    """A killed owner's pool is removed if no service, engine or copy of any container needs it."""
+    dead = node(8)
+    if kind == "engine":
+        dead.engine("a")
+    else:
+        dead.owner._check_pool(greeting("a", dead.identity, dead.options))
+    dead.stop()
+    dead.owner.pool = None  # its mapping ends with the process
+    os.truncate(dead.folder / "owner.lock", kind == "service")
+    pool = SharedBlocks(dead.folder / "pool", 8, BLOCK_BYTES, is_owner=False) if kind == "mapped" else None
+    node(8)
+    assert [(dead.folder / name).exists() for name in ("pool", "ledger")] == [kind != "dead"] * 2
+    if pool is not None:
+        pool.close()
+
+
+def test_owner_of_removed_folder_ends(node):
+    node = node(8)
+    shutil.rmtree(node.folder)
+    node.owner.retire()
+    node.thread.join(10)
+    assert not node.thread.is_alive()
+    node.folder.mkdir(0o700)
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o707])
