@@ -331,11 +331,14 @@ class NodeStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What one engine holds of the pool of its node, as the owner counts it."""
+    """What one engine holds of the pool of its node, as the owner counts it; `process` is the scheduler's pid, or empty."""
 
+    process: str = ""
     held_blocks: int = gauge("blocks", "Blocks that an engine holds to load them.")
     writing_blocks: int = gauge("blocks", "Blocks that an engine is writing.")
     shared_hit_blocks: int = counter("blocks", "Blocks found by an engine that it did not store itself.")
+    round_trips: int = counter("messages", "Messages of an engine that waited for the owner's answer.")
+    outages: int = counter("outages", "Times that the owner did not answer an engine in time, as it said afterwards.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ def view(address: str, history: History, what_if: WhatIf | None, fault: str = ""
     lines: list[RenderableType] = [_line(f"kvcache  {head}  {address}", "bold")]
     if fault:
         lines.append(_line(f"not answering: {fault}", "bold red"))
-    lines += [_hits(history), Text(), _media(history), Text(), _worst_calls(frame)]
+    lines += [_hits(history), Text(), *_pool(history), Text(), _worst_calls(frame)]
     if what_if is not None:
         lines += [Text(), _line(_WHAT_IF_HEAD, ""), _what_if(what_if, _loaded_share(frame))]
     return Group(*lines)
@@ -194,6 +194,30 @@ def _media(history: History) -> Table:
             _state(frame, labels),
         )
     return table
+
+
+def _pool(history: History) -> list[RenderableType]:
+    """Return the pool with its tiers; of a node's owner its engines, too; of an engine over it, the use of the pool."""
+    frame = history.frames[-1]
+    if frame.components("node_round_trips"):
+        is_lost = bool(frame.get("node_unavailable"))
+        text = f"{history.rate('node_round_trips'):,.0f} messages/s, {frame.get('node_outages'):,.0f} outages"
+        shared = f"{history.rate('node_shared_hit_blocks'):,.0f} blocks/s found that other engines stored"
+        return [_line(f"node's pool: {'unavailable; ' * is_lost}{text}; {shared}", "red" if is_lost else "")]
+    engines = frame.components("engine_held_blocks")
+    if not engines:
+        return [_media(history)]
+    table = _table("engine", "holds", "writes", "others' blocks found/s", "in all", "messages/s", "outages", gap=1)
+    for labels in sorted(engines, key=lambda labels: labels.get("number", "").zfill(2)):
+        table.add_row(
+            _foreign(labels.get("number", "")),
+            *(f"{frame.get(f'engine_{name}_blocks', **labels):,.0f}" for name in ("held", "writing")),
+            f"{history.rate('engine_shared_hit_blocks', **labels):,.0f}",
+            f"{frame.get('engine_shared_hit_blocks', **labels):,.0f}",
+            f"{history.rate('engine_round_trips', **labels):,.0f}",
+            f"{frame.get('engine_outages', **labels):,.0f}",
+        )
+    return [_media(history), table]
 
 
 def _state(frame: Frame, labels: dict[str, str]) -> str:

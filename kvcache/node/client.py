@@ -589,6 +589,7 @@ class NodeManager(OffloadingManager):
     def _lose(self, error: OSError) -> None:
         """Go on without the owner. The leases stay: the ledger has them."""
         self._counts["outages"] += 1
+        self._link.hello["outages"] = self._counts["outages"]
         _LOG.warning("the owner of %s does not answer (%r): look-ups miss until it does", self._link.folder, error)
         self._link.close()
         self._unsent.clear()

@@ -66,7 +66,7 @@ class EngineLeases:
         # By slot, the key that the engine writes; empty if a reset has forgotten it.
         self.writing: dict[int, bytes] = {}
         self.num_held = 0
-        self.num_shared_hits = 0
+        self.num_shared_hits = self.num_round_trips = self.num_outages = 0
         self.counts = np.zeros(num_slots, np.uint16)
 
 

@@ -223,8 +223,11 @@ class Owner:
         """Return the statistics of the owner, and of what each engine holds. May be called from any thread."""
         parts = [Part("owner", OwnerStats(**self.stats))]
         if self.pool is not None:
+            processes = [source for source in list(self._by_fd.values()) if isinstance(source, Process)]
+            pids = {process.engine: str(process.pid) for process in processes if process.rank < 0}
             for engine in list(self.pool.leases.engines.values()):
-                stats = EngineStats(engine.num_held, len(engine.writing), engine.num_shared_hits)
+                counts = engine.num_shared_hits, engine.num_round_trips, engine.num_outages
+                stats = EngineStats(pids.get(engine.number, ""), engine.num_held, len(engine.writing), *counts)
                 parts.append(Part("engine", stats, (("number", str(engine.number)),)))
         return parts
 
@@ -289,7 +292,9 @@ class Owner:
             return pack(DONE, 0, frame.request, json.dumps(self._figures()).encode())
         if connection.engine is None or self.pool is None:
             raise ValueError(f"operation {frame.op} before the greeting of a scheduler")
-        return self.pool.leases.apply(connection.engine, frame)
+        answer = self.pool.leases.apply(connection.engine, frame)
+        connection.engine.num_round_trips += answer is not None
+        return answer
 
     def _figures(self) -> dict[str, Any]:
         if self.pool is None:
@@ -342,7 +347,7 @@ class Owner:
                 if isinstance(other, Connection) and other.engine is engine and other is not connection:
                     self._drop(other)
             leases.resume(engine, requests if is_known else [])
-            connection.engine = engine
+            connection.engine, engine.num_outages = engine, int(hello.get("outages", 0))
         answer = {"number": number, "pool_id": self.pool.ledger.pool_id, "pid": os.getpid(), "inode": self.pool.inode}
         return pack(WELCOME, is_known, 0, json.dumps(answer).encode())
 

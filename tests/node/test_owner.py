@@ -16,6 +16,7 @@ import pytest
 from node_harness import BLOCK_BYTES, key_of, prompt, turn
 
 from kvcache import ReqContext
+from kvcache.metrics import samples_of
 from kvcache.node import owner as owner_module
 from kvcache.node import protocol
 from kvcache.node.client import NodeManager, greeting, register_worker
@@ -335,3 +336,40 @@ def test_service_keeps_blocks_without_engines(folder, tmp_path):
         assert service.wait(20) == 0
         (folder / "socket").unlink()
     assert hits == 20
+
+
+def test_status_and_top_show_each_engine(node, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "100")
+    node = node(64, {"cache_policy": "lru", "exporters": ["status"]})
+    first, second = node.engine("a"), node.engine("b")
+    turn(first, *prompt(1, 24))
+    assert second.lookup(*prompt(1, 24)) == 24
+    first._lose(OSError("planted"))
+    wait_for(lambda: first.on_schedule_end() or first._link.is_ready)
+    first.prepare_store([key_of(2, 0)], ReqContext())
+    shown = [" ".join(line.split()) for line in run("status")[1].splitlines()]
+    named = ("process", "held_blocks", "writing_blocks", "shared_hit_blocks", "round_trips", "outages")
+    for number, values in ((0, (os.getpid(), 0, 1, 0, 3, 1)), (1, (os.getpid(), 24, 0, 24, 1, 0))):
+        for name, value in zip(named, values, strict=True):
+            assert f"engine {number} {name} {value}" in shown
+    shown = [" ".join(line.split()) for line in run("top", "--once", "--interval", "0.1")[1].splitlines()]
+    assert shown[-5:-2] == [
+        "engine holds writes others' blocks found/s in all messages/s outages", "0 0 1 0 0 0 1", "1 24 0 0 24 0 0",
+    ]  # fmt: skip
+
+
+def test_top_of_engine_shows_its_use_of_pool(node):
+    view = pytest.importorskip("kvcache.cli.top").view
+    frames, console = pytest.importorskip("kvcache.cli.frames"), pytest.importorskip("rich.console").Console(width=100)
+    engine = node(64).engine("a")
+    turn(engine, *prompt(1, 24))
+    for reason in ("", "node's pool: unavailable; "):
+        samples = [sample for part in engine.parts() for sample in samples_of(part)]
+        history = frames.History()
+        history.add(frames.Frame(0.0, {(sample.name, sample.labels): sample.value for sample in samples}))
+        with console.capture() as captured:
+            console.print(view("x", history, None))
+        expected = f"0 messages/s, {int(bool(reason))} outages; 0 blocks/s found that other engines stored"
+        assert (reason or "node's pool: ") + expected in captured.get()
+        engine._lose(OSError("planted"))
