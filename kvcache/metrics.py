@@ -331,7 +331,7 @@ class NodeStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What one engine holds of the pool of its node, as the owner counts it; `process` is the scheduler's pid, or empty."""
+    """One engine of a node's pool, as the owner counts it; `process` is the pid of its scheduler, or empty."""
 
     process: str = ""
     held_blocks: int = gauge("blocks", "Blocks that an engine holds to load them.")
