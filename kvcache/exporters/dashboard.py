@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcache.assembly.reported import every_sample
 from kvcache.exporters.status import StatusStats
-from kvcache.metrics import Part, Sample, samples_of
+from kvcache.metrics import EngineStats, OwnerStats, Part, Sample, samples_of
 
 PREFIX = "kvcache_"
 _CHOSEN = ("job", "instance", "engine")
@@ -186,8 +186,10 @@ def as_markdown_table() -> str:
 
 
 def _exported() -> list[Sample]:
-    """Return a sample of every metric on an engine's own ``/metrics``, that of its status socket too."""
-    return [*every_sample(), *samples_of(Part("status", StatusStats()), 1, 1)]
+    """Return a sample of every metric of an engine, its status socket, and the owner of a node's pool."""
+    engine = Part("engine", EngineStats(), (("number", "0"),))
+    others = Part("status", StatusStats()), Part("owner", OwnerStats()), engine
+    return [*every_sample(), *(sample for part in others for sample in samples_of(part, 1, 1))]
 
 
 def _read(name: str, prefix: str) -> str:

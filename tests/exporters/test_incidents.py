@@ -27,7 +27,16 @@ from kvcache.control.telemetry import Telemetry
 from kvcache.core.histogram import Histogram
 from kvcache.exporters.dashboard import dashboard, rules
 from kvcache.exporters.prometheus import TelemetryCollector
-from kvcache.metrics import JOB_EXPONENTS, EvictionStats, HistogramData, Part, TransferStats
+from kvcache.metrics import (
+    JOB_EXPONENTS,
+    EngineStats,
+    EvictionStats,
+    HistogramData,
+    NodeStats,
+    OwnerStats,
+    Part,
+    TransferStats,
+)
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.tier import TierResult
 
@@ -89,7 +98,10 @@ class Engine:
         data = HistogramData(*self.copies.data())
         stats = TransferStats(data.count, 1, 4096 * data.count, data, data)
         parts = [Part("transfer", stats, (("source", "GPU"), ("destination", "CPU")))]
+        is_alone = self.name == "down" and bool(self.tier.fault)
+        parts.append(Part("node", NodeStats(outages=9 * is_alone, unavailable="the owner has ended" * is_alone)))
         if self.name == "healthy":
+            parts += [Part("owner", OwnerStats()), Part("engine", EngineStats(), (("number", "0"),))]
             parts.append(Part("eviction", EvictionStats(HistogramData(*self.ages.data()))))
         return parts
 
@@ -210,6 +222,8 @@ FIRES = {
     "KVCacheStoresRejected": ({"full"}, ("after",)),
     "KVCacheCorruptBlocks": ({"damaged"}, ("soon",)),
     "KVCacheSchedulerBlocked": ({"slow"}, ("soon",)),
+    "KVCacheNodeUnavailable": ({"down"}, ("soon", "after")),
+    "KVCacheNodeOutages": ({"down"}, ("soon",)),
 }
 """The engines that each alert fires for, and when."""
 
