@@ -111,8 +111,11 @@ class Catalog:
         return self.forget(keys, keys)
 
     def begin_erase(self) -> tuple[list[bytes], list[int]]:
-        """Reference deleted blocks, so that their slots are not written, and return their slots; `end_load` ends it."""
+        """Reference deleted blocks, so that their slots are not written, and return their slots."""
         return [], []
+
+    def end_erase(self, keys: list[bytes], is_erased: bool) -> None:
+        """Release the blocks of `begin_erase`, which returns those that were not erased again."""
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> list[int]:
         """Record a use of `keys`, in prefix order; return the slots of the held ones."""
@@ -186,6 +189,7 @@ class SlotCatalog(Catalog):
             self._bad.difference_update(output.evicted_keys)
             again = [key for key in dict.fromkeys(keys) if key in self._bad and self._is_unused(key)]
             placed, slots = placed + again, slots + self._pin(again)
+            self._deleted.difference_update(again)
         first_seq = self.last_seq + 1
         self.last_seq += len(placed)
         return Placement(placed, slots, list(range(first_seq, self.last_seq + 1)), [], output.evicted_keys)
@@ -194,7 +198,8 @@ class SlotCatalog(Catalog):
         again = [key for key in keys if key in self._bad] if self._bad else []
         if again:
             self._blocks.unpin(again)
-            self._deleted.difference_update(again)
+            # A store that failed may have left the old record.
+            self._deleted.update(set(again).difference(stored))
             self._blocks.hint(again, "later")
         if self._bad:
             self._bad.difference_update(stored)
@@ -232,9 +237,14 @@ class SlotCatalog(Catalog):
         return held
 
     def begin_erase(self) -> tuple[list[bytes], list[int]]:
-        keys = [key for key in self._deleted if key in self._bad and self._is_unused(key)]
-        self._deleted.clear()
+        self._deleted &= self._bad
+        keys = list(self._deleted)
         return keys, self._pin(keys)
+
+    def end_erase(self, keys: list[bytes], is_erased: bool) -> None:
+        self.end_load(keys)
+        if is_erased:
+            self._deleted.difference_update(keys)
 
     def announce(self, max_blocks: int) -> list[bytes]:
         if not self._unannounced:

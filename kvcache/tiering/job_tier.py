@@ -187,9 +187,12 @@ class JobTier(Medium, Tier):
         with self._lock:
             self._life.catalog.end_request(req_context)
 
-    def delete(self, keys: list[bytes]) -> list[bytes]:
+    def delete(self, keys: list[bytes], timeout_s: float = 0.0) -> list[bytes]:
         with self._lock:
-            return [] if self._life.reason or self._read_only else self._life.catalog.delete(keys)
+            held = [] if self._life.reason or self._read_only else self._life.catalog.delete(keys)
+        if held and timeout_s:
+            self._life.maintain(timeout_s)
+        return held
 
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         return self._submit(job_id, False, keys, block_ids)

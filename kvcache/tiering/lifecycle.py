@@ -47,7 +47,7 @@ class State(Enum):
 
 
 class Lifecycle:
-    """The state of a tier and its catalog. The caller holds `lock`, except for `order_clear` and `join`.
+    """The state of a tier and its catalog. The caller holds `lock`, except for `order_clear`, `maintain` and `join`.
 
     The control thread calls `open`, `clear`, `maintain` and `close` of `tier`. `new_catalog` makes the catalog of some
     contents, whose numbers go on after the given one. `generation` counts the resets, `version` is that of the last
@@ -77,8 +77,8 @@ class Lifecycle:
         self._reset_error = ""
         # The generation that a reset has made durable, and its catalog.
         self._cleared: tuple[int, Catalog] | None = None
-        # Generations to clear for; None ends the control thread.
-        self._orders: SimpleQueue[int | None] = SimpleQueue()
+        # Generations to clear for, and events to set after maintenance; None ends the control thread.
+        self._orders: SimpleQueue[int | Event | None] = SimpleQueue()
         self._opened: Future[None] = Future()
         self._thread: Background | None = None
 
@@ -133,6 +133,12 @@ class Lifecycle:
         self.outage = "shut down"
         return True
 
+    def maintain(self, timeout_s: float) -> bool:
+        """Let the control thread do maintenance now; return whether that has ended within `timeout_s`."""
+        done = Event()
+        self._orders.put(done)
+        return done.wait(timeout_s)
+
     def join(self, timeout_s: float) -> None:
         """End the control thread; wait for it for a bounded time."""
         self._orders.put(None)
@@ -154,6 +160,10 @@ class Lifecycle:
                 order = self._orders.get(timeout=self._maintain_interval_s if generation is None else RETRY_S)
                 if order is None:
                     break
+                if isinstance(order, Event):
+                    self._maintain()
+                    order.set()
+                    continue
                 generation = order
             except Empty:
                 pass
@@ -184,9 +194,14 @@ class Lifecycle:
             # Beside a reset, another catalog may give the slots away at any time.
             keys, slots = ([], []) if self.state is State.RESETTING else catalog.begin_erase()
         if keys:
-            self._counts.attempt("erase", self._tier.erase, slots)
+
+            def erase() -> bool:
+                self._tier.erase(slots)
+                return True
+
+            is_erased = bool(self._counts.attempt("erase", erase))
             with self._lock:
-                catalog.end_load(keys)
+                catalog.end_erase(keys, is_erased)
         self._counts.attempt("maintain", self._tier.maintain)
 
     def _clear(self, generation: int) -> bool:

@@ -190,12 +190,12 @@ class KeyedStore:
                 self._poll()
 
     def delete(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Forget blocks, also over a restart; return the keys that were held. The medium frees their space when needed.
+        """Forget blocks, and return the keys that were held. The medium frees their space when needed.
 
-        A tier of a store that engines share forgets them for this engine alone.
+        They stay forgotten after a kill or a loss of power, unless the medium hangs for ``deadline_s`` or fails. A tier
+        of a store that engines share forgets them for this engine alone.
         """
-        with self._lock:
-            return [] if self._is_closed else self._controller.tier.delete(list(keys))
+        return [] if self._is_closed else self._controller.tier.delete(list(keys), self._config.deadline_s)
 
     def clear(self, version: str | int | None = None) -> bool:
         """Forget every block; return whether that is done and the tier serves again, within ``deadline_s``."""

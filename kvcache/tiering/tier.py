@@ -130,8 +130,8 @@ class Tier(Configurable, ABC):
 
     Notes
     -----
-    No method waits for I/O or raises because of it. One thread at a time calls them, except `stats`, which any thread
-    may call.
+    No method but `shutdown` and `delete` waits for I/O, and none raises because of it. One thread at a time calls
+    them, except `stats` and `delete`, which any thread may call.
     """
 
     medium: str
@@ -183,7 +183,7 @@ class Tier(Configurable, ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Stop the threads and release resources; the only method that may wait, for a bounded time."""
+        """Stop the threads and release resources; may wait for a bounded time, as `delete` may."""
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:
         """Called when a request uses `keys`, in prefix order; unknown keys are ignored."""
@@ -191,8 +191,11 @@ class Tier(Configurable, ABC):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Called at a request's end."""
 
-    def delete(self, keys: list[bytes]) -> list[bytes]:
-        """Forget blocks, and return those that were held; the default forgets none."""
+    def delete(self, keys: list[bytes], timeout_s: float = 0.0) -> list[bytes]:
+        """Forget blocks, and return those that were held; the default forgets none.
+
+        Waits until they stay forgotten over a restart, for `timeout_s` at most. Any thread may call it.
+        """
         return []
 
 

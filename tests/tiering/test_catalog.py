@@ -26,6 +26,7 @@ class CatalogModel:
         self.states = dict.fromkeys(KEYS[:2], "held")
         self.slots = dict(zip(KEYS, [4, 1], strict=False))
         self.stores, self.loads, self.last_seq = [], [], 0
+        self.deleted = set()
 
     def store(self, keys):
         placement = self.catalog.begin_store(keys)
@@ -46,6 +47,7 @@ class CatalogModel:
             assert self.slots.setdefault(key, slot) == slot
             self.states.setdefault(key, "written")
         assert len(set(self.slots.values())) == len(self.slots) <= 6
+        self.deleted -= {*placement.keys, *placement.evicted}
         if placement.keys:
             self.stores.append(placement.keys)
 
@@ -58,6 +60,8 @@ class CatalogModel:
             for key in keys:
                 if self.states[key] == "written":
                     del self.states[key], self.slots[key]
+                elif self.states[key] == "bad":
+                    self.deleted.add(key)
 
     def load(self, keys):
         held, slots, _, missed, _ = self.catalog.begin_load(keys)
@@ -74,6 +78,20 @@ class CatalogModel:
         assert sorted(self.catalog.forget(keys[:2])) == sorted(lost)
         self.states.update(dict.fromkeys(lost, "bad"))
 
+    def delete(self, keys):
+        held = [key for key in keys[:2] if self.states.get(key) == "held"]
+        assert self.catalog.delete(keys[:2]) == held
+        self.states.update(dict.fromkeys(held, "bad"))
+        self.deleted.update(held)
+
+    def erase(self, _):
+        """Blocks that are being read are erased, too."""
+        keys, slots = self.catalog.begin_erase()
+        assert (set(keys), slots) == (self.deleted, [self.slots[key] for key in keys])
+        is_erased = self.rng.random() < 0.7
+        self.catalog.end_erase(keys, is_erased)
+        self.deleted -= set(keys) if is_erased else set()
+
     def touch(self, keys):
         num_held = next((i for i, key in enumerate(keys) if self.states.get(key) != "held"), len(keys))
         assert self.catalog.touch(keys, ReqContext()) == [self.slots[key] for key in keys[:num_held]]
@@ -89,6 +107,7 @@ def test_slot_catalog_agrees_with_its_model(policy):
         rng = random.Random(seed)
         model = CatalogModel(rng, policy)
         steps = [model.store, model.end_store, model.load, model.end_load, model.forget, model.touch]
+        steps += [model.delete, model.erase]
         for _ in range(120):
             rng.choice(steps)(rng.sample(KEYS, rng.randint(1, 4)))
 

@@ -1,5 +1,6 @@
 """KeyedStore: whole blocks, from many threads, over small, full, hanging and reopened tiers."""
 
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -11,6 +12,7 @@ pytest.importorskip("xxhash")
 
 from kvcache.assembly.assemble import open_store, parse_tier
 from kvcache.tiering.store import KeyedStore
+from kvcache.tiers.disk.slot_table import SlotTable
 from kvcache.tiers.disk.tier import DiskTier
 from kvcache.tiers.memory import MemoryTier
 
@@ -130,6 +132,23 @@ def test_restart_finds_blocks_and_recency(tmp_path):
         open_store(
             parse_tier({"type": "disk", "path": str(tmp_path), "capacity": "1MiB"}), BLOCK_BYTES - 1, {"model": "m"}
         )
+
+
+def test_deleted_blocks_stay_away_after_kill(tmp_path, monkeypatch):
+    """The directory at the time when `delete` returns; one of the blocks is being read, and the first try fails."""
+    store = disk(tmp_path / "live", advanced={"flush_interval_s": 3600})
+    assert all(put(store, range(4)))
+    store._controller.tier.pin([key_of(1)])
+    void = SlotTable.void
+    monkeypatch.setattr(SlotTable, "void", lambda *args: monkeypatch.undo() or void(*args, None))
+    for numbers in ([0], [1], [2]):
+        assert store.delete([key_of(n) for n in numbers]) == [key_of(n) for n in numbers]
+    shutil.copytree(tmp_path / "live", tmp_path / "killed")
+    store.close()
+    for name in ("live", "killed"):
+        store = disk(tmp_path / name)
+        assert get(store, range(4)) == [False] * 3 + [True]
+        store.close()
 
 
 def test_hanging_tier_leaves_buffers_alone(gated):

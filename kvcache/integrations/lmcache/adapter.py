@@ -110,7 +110,7 @@ class KVCacheL2(L2AdapterInterface):
     query_load_result = query_lookup_and_lock_result
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Delete the objects that are not locked; within a second also from the disk."""
+        """Delete the objects that are not locked, also on disk; waits for ``deadline_s`` at most for each size."""
         with self._lock:
             disk_keys = [key for key in map(self._names.disk_key, keys) if key not in self._locks]
         for objects in self._sizes.all():
