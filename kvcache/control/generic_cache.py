@@ -58,34 +58,33 @@ class GenericBlockCache:
         self._backend = backend
         self._capacity = capacity
         self._on_evicted = on_evicted
-        self._events: EventLog | None = None
-        self._medium = ""
+        self._log: tuple[EventLog, str] | None = None  # and the medium's name
         self._resident: dict[bytes, BlockStatus] = {}
         self._withheld: dict[int, BlockStatus] = {}
         self._epoch = object()
         self.guard = Guard()
-        self._num_evictable = 0
         self.num_referenced = self.num_pending = 0
         self.lookups = self.looked_up_blocks = self.hit_blocks = 0
         self.gated_blocks = self.declined_blocks = 0
-        # Over blocks that it does not own, a compiled policy declines nothing.
-        self._declines = policy.declines
-        self._reads_clock = policy.reads_clock
 
     def current_policy(self) -> CachePolicy:
         return self._policy
 
     def keep_events(self, events: EventLog, medium: str) -> None:
-        self._events = events
-        self._medium = medium
+        self._log = events, medium
 
     def _announce(self, keys: list[bytes], removed: bool) -> None:
-        if self._events is not None:
-            self._events.add(keys, self._medium, removed)
+        if self._log is not None:
+            events, medium = self._log
+            events.add(keys, medium, removed)
 
     @property
     def num_free(self) -> int:
         return int(self._backend.get_num_free_blocks())
+
+    @property
+    def _num_evictable(self) -> int:
+        return len(self._resident) - self.num_referenced - self.num_pending
 
     def open_request(
         self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None, num_keys: int = 0
@@ -103,13 +102,13 @@ class GenericBlockCache:
         return request_keys.keys
 
     def advance(self, elapsed_s: float, max_raised: int) -> None:
-        if self._reads_clock:
+        if self._policy.reads_clock:
             # Round as the compiled cache does.
             self._policy.now_ms = int(elapsed_s * 1e9 + 0.5) // 1_000_000  # type: ignore[attr-defined]
 
     @atomic
     def needs_time(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> bool:
-        if not self._reads_clock:
+        if not self._policy.reads_clock:
             return True
         request_keys.positions = positions
         return not self._keys_of(request_keys)
@@ -217,7 +216,6 @@ class GenericBlockCache:
         for block in blocks:
             if block.ref_cnt == 0:
                 self.num_referenced += 1
-                self._num_evictable -= 1
             block.ref_cnt += 1
         return spec
 
@@ -234,7 +232,6 @@ class GenericBlockCache:
             block.ref_cnt -= count
             if block.ref_cnt == 0:
                 self.num_referenced -= 1
-                self._num_evictable += 1
 
     @atomic
     def reserve(
@@ -249,7 +246,7 @@ class GenericBlockCache:
         num_absent = sum(block is None for block in blocks.values())
         # A backend may have more free blocks than the policy has room for.
         num_free = min(self.num_free, self._capacity - len(self._resident))
-        if not self._declines:
+        if not self._policy.declines:
             protected = sum(block is not None and block.ref_cnt == 0 for block in blocks.values())
             if len(new) > num_free + max(0, self._num_evictable - protected):
                 return None
@@ -271,10 +268,10 @@ class GenericBlockCache:
 
         Return the number of accepted keys, and the victims. Return None if the policy found too few victims.
         """
-        num_taken, call = len(new), "make_room" if self._declines else "evict"
+        num_taken, call = len(new), "make_room" if self._policy.declines else "evict"
         answer: Any = []
         try:
-            if self._declines:
+            if self._policy.declines:
                 num_taken, answer = self._policy.make_room(new, num_free, list(named), request_keys)
             elif num_taken > num_free:
                 answer = self._policy.evict(num_taken - num_free, set(named))
@@ -319,7 +316,6 @@ class GenericBlockCache:
         inserted: list[bytes] = []
         for key in victims:
             del self._resident[key]
-        self._num_evictable -= len(victims)
         # The victims are evicted, even if the new keys fail.
         self._announce(list(victims), True)
         try:
@@ -366,7 +362,6 @@ class GenericBlockCache:
                 block.ref_cnt = 0
                 ready.append(key)
         self.num_pending -= len(ready)
-        self._num_evictable += len(ready)
         self._announce(ready, False)
         return ready
 
@@ -456,9 +451,9 @@ class GenericBlockCache:
         withheld, self._withheld = self._withheld, {}
         self._epoch = object()
         self._policy = policy
-        self._num_evictable = self.num_referenced = self.num_pending = 0
-        if self._events is not None:
-            self._events.clear()
+        self.num_referenced = self.num_pending = 0
+        if self._log is not None:
+            self._log[0].clear()
         try:
             self._free([*resident.values(), *withheld.values()])
         finally:

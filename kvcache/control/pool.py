@@ -7,7 +7,6 @@ one place. Every loop over blocks is in the cache.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache.block import READY
 from kvcache.control.backend import Backend, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
+from kvcache.control.pool_clock import PoolClock
 from kvcache.control.reuse_filter import ReuseFilter
 from kvcache.core.event_log import EventLog
 from kvcache.core.request_keys import RequestKeys
@@ -113,8 +113,6 @@ class BlockPool:
             raise ValueError(f"num_blocks must be < 2**30, got {num_blocks}")
         check_int("store_threshold", store_threshold, 0)
         check_share("retention_share", retention_share)
-        if not callable(clock):
-            raise ValueError(f"clock must be callable, got {clock!r}")
         self.num_blocks = num_blocks
         self.block_size, self.medium = block_size, medium
         self._options: dict[str, Any] = {
@@ -133,16 +131,8 @@ class BlockPool:
         if observer is not None and not (isinstance(request_keys, RequestKeys) or hasattr(request_keys, "keys")):
             raise ValueError(f"an observer needs requests that have `keys`, got {type(request_keys).__name__}")
         self.observer = observer
-        self._ended = object()  # key in the request's dict for the keys of an ended request
         self._hints = HintReader()
-        self._max_raised = int(retention_share * num_blocks)
-        self.clock = clock
-        self._start_s = 0.0
-        self._now_s: float | None = None
-        self._reads_clock = self.policy.reads_clock
-        # True after a request has given a hint, or if the policy reads the clock. Otherwise, the clock is not read.
-        self._keeps_time = self._reads_clock
-        self._may_gate: bool = self._admission is not None or self._reads_clock or self.policy.declines
+        self.time = PoolClock(clock, int(retention_share * num_blocks), self.policy.reads_clock)
         self.events: EventLog | None = None
         if enable_events:
             self.events = EventLog(block_size)
@@ -187,6 +177,15 @@ class BlockPool:
     declined_blocks: int = _inner("_cache.declined_blocks", "Gated blocks that the policy declined.")
     retained_blocks: int = _inner("_cache.num_raised", "Blocks held at a raised priority.")
     ignored_hints: int = _inner("_hints.num_ignored", "Requests with an invalid retention hint.")
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Returns seconds that never go back."""
+        return self.time.read
+
+    @clock.setter
+    def clock(self, clock: Callable[[], float]) -> None:
+        self.time.read = clock
 
     @property
     def needed_blocks(self) -> int:
@@ -249,34 +248,11 @@ class BlockPool:
             request_keys = self._cache.open_request(num_keys=num_keys)
         else:
             priority = hint.priority_class
-            if priority != 0 and self._now_s is None:
-                self._start_clock()
+            if priority != 0:
+                self.time.start()
             request_keys = self._cache.open_request(priority, hint.ttl_ns, hint.next_use, num_keys)
         # Another thread, or a finalizer, may have opened the request in the meantime.
         return req_context.request_keys.setdefault(self, request_keys)
-
-    def _start_clock(self) -> None:
-        now_s = self.clock()
-        if not math.isfinite(now_s):
-            raise ValueError(f"the clock must give finite seconds, got {now_s!r}")
-        self._start_s = self._now_s = now_s
-        self._keeps_time = True
-
-    def _advance(self) -> None:
-        if self._now_s is None:
-            self._start_clock()
-            now_s = self._start_s
-        else:
-            before_s = self._now_s
-            now_s = self.clock()
-            if not now_s >= before_s:
-                if self._reads_clock:
-                    return  # time does not advance for such a policy
-                raise ValueError(f"the clock went back from {before_s} to {now_s} s")
-            if now_s < self._now_s:
-                now_s = self._now_s  # another thread read the clock later, and advanced first
-        self._cache.advance(now_s - self._start_s, self._max_raised)
-        self._now_s = now_s
 
     def reorder(self, req_context: ReqContext) -> None:
         """Order the keys that a running request used, by position if known, so that its head is evicted after its tail.
@@ -296,8 +272,8 @@ class BlockPool:
             request_keys_by_pool = req_context.request_keys
         except AttributeError:
             raise ValueError(f"req_context must be a ReqContext, got {req_context!r}") from None
-        if self._keeps_time and not self._reads_clock:
-            self._advance()
+        if self.time.is_needed and not self.time.policy_reads_clock:
+            self.time.advance(self._cache)
         request_keys = request_keys_by_pool.pop(self, None)
         if request_keys is None and use_positions and req_context.positions:
             request_keys = self._open(req_context)
@@ -305,7 +281,8 @@ class BlockPool:
         if request_keys is not None:
             self._cache.end_request(request_keys, req_context.positions, use_positions)
             if request_keys.num_seen:
-                request_keys_by_pool[self._ended] = request_keys
+                # Beside the keys of a running request, under a key of its own.
+                request_keys_by_pool[self._cache] = request_keys
             if self.observer is not None:
                 self.observer.take(request_keys)
 
@@ -321,13 +298,13 @@ class BlockPool:
         else:
             keys = as_key_list(request_or_keys)
         priority = said.priority_class
-        if self._keeps_time or priority != 0:
-            self._advance()
+        if self.time.is_needed or priority != 0:
+            self.time.advance(self._cache)
         self._cache.take_hint(keys, kept, positions, next_use, priority, said.ttl_ns)
 
     def _keys_last_used(self, req_context: ReqContext) -> Any:
         """Return the keys of a running request. If it used none, return those of the context's last ended request."""
-        for kept in map(req_context.request_keys.get, (self, self._ended)):
+        for kept in map(req_context.request_keys.get, (self, self._cache)):
             if kept is not None and self._cache.has_used(kept):
                 return kept
         return self._request_keys_of(req_context)
@@ -379,8 +356,8 @@ class BlockPool:
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._keeps_time and (req_context is None or self._cache.needs_time(request_keys, req_context.positions)):
-            self._advance()
+        if self.time.is_needed and (req_context is None or self._cache.needs_time(request_keys, req_context.positions)):
+            self.time.advance(self._cache)
         self._cache.touch(keys, request_keys)
         if request_keys is None and self.observer is not None:
             self.observer.take_keys(keys)
@@ -390,8 +367,8 @@ class BlockPool:
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._keeps_time and (req_context is None or self._cache.needs_time(request_keys, req_context.positions)):
-            self._advance()
+        if self.time.is_needed and (req_context is None or self._cache.needs_time(request_keys, req_context.positions)):
+            self.time.advance(self._cache)
         spec = self._cache.pin(keys, request_keys)
         if not is_move:
             num_keys = len(keys)
@@ -411,10 +388,10 @@ class BlockPool:
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
-        if self._keeps_time and (req_context is None or self._cache.needs_time(request_keys, req_context.positions)):
-            self._advance()
+        if self.time.is_needed and (req_context is None or self._cache.needs_time(request_keys, req_context.positions)):
+            self.time.advance(self._cache)
         admitted = None if is_move or self._admission is None else self._admission.admit(keys)
-        num_gated = self._cache.gated_blocks if self._may_gate else 0
+        num_gated = self._cache.gated_blocks
         output = self._cache.reserve(keys, request_keys, admitted)
         if output is None:
             self.rejected_stores += not is_move
@@ -423,9 +400,7 @@ class BlockPool:
         self.evicted_blocks += num_evicted
         if not is_move:
             # Present keys do not count as misses: an engine may offer blocks that it has just loaded.
-            num_missed = len(output.keys_to_store)
-            if self._may_gate:
-                num_missed += self._cache.gated_blocks - num_gated
+            num_missed = len(output.keys_to_store) + self._cache.gated_blocks - num_gated
             self._missed_blocks += num_missed
         return output
 

@@ -20,8 +20,6 @@ VAGUE = {"one", "found", "given", "fresh", "wanted", "own", "left"}
 
 # Classes and functions that are still too large, with their sizes. Entries are only removed; a size never grows.
 LARGE_CLASSES: dict[str, int] = {
-    "control/generic_cache.py:GenericBlockCache": 20,
-    "control/pool.py:BlockPool": 23,
     "testing/reference_manager.py:ReferenceManager": 23,
 }
 LARGE_FUNCTIONS: dict[str, int] = {
