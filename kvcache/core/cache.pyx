@@ -539,13 +539,7 @@ cdef class BlockCache:
             self._release(batch.victims, num_victims, evicted)
             if num_taken:
                 self._admit(keys, names, num_taken, stored, ids)
-                if may_decline:
-                    self.policy.on_admit(names, batch.picked_places, batch.picked_rows, num_taken)
-                else:
-                    self.policy.on_insert(batch.picked_rows, num_taken)
-                if names.priority < 0:
-                    for i in range(num_taken):
-                        table.rows[batch.picked_rows[i]].priority = ONE_SHOT
+                self._insert(names, num_taken)
             if request_keys is not None:
                 self.priorities.apply(batch.rows, n, names.priority, names.ttl_ns)
             if request_keys is None and may_decline:
@@ -560,6 +554,18 @@ cdef class BlockCache:
         if num_taken < num_new:
             output.store_spec.block_ids = output.store_spec.block_ids[:num_taken]
         return output
+
+    cdef void _insert(self, RequestKeys names, Py_ssize_t num_taken) noexcept:
+        """Pass the admitted rows to the policy."""
+        cdef Batch batch = self.batch
+        cdef Py_ssize_t i
+        if self.policy.tracks_uses:
+            self.policy.on_admit(names, batch.picked_places, batch.picked_rows, num_taken)
+        else:
+            self.policy.on_insert(batch.picked_rows, num_taken)
+        if names.priority < 0:
+            for i in range(num_taken):
+                self.table.rows[batch.picked_rows[i]].priority = ONE_SHOT
 
     cdef void _release(self, const int32_t* victims, Py_ssize_t n, list evicted) noexcept:
         """Free the rows of evicted blocks, and append their keys to `evicted`."""
