@@ -4,11 +4,13 @@ import errno
 import shutil
 import threading
 import time
+from operator import attrgetter
 
 import numpy as np
 import pytest
 from l2_harness import Harness, MemoryObject, answer, content, object_key
 
+from kvcache.integrations.lmcache import names
 from kvcache.tiers.disk.block_store import BlockStore
 
 MIB = 1 << 20
@@ -167,6 +169,23 @@ def test_hanging_disk_ends_tasks_and_leaves_memory_alone(harness, monkeypatch, m
     while l2.load(held) != [0, 1, 2, 3] or not l2.store(new).is_successful():
         assert time.monotonic() < end_s
     assert l2.load(new) == [0, 1, 2, 3]
+
+
+def test_hanging_names_file_fails_new_names_only(harness, monkeypatch):
+    l2, gate, held, new = harness(deadline_s=0.3), threading.Event(), objects(range(4)), objects([1], salt="b")
+    assert l2.store(held) == MIB
+    private = names._private
+    monkeypatch.setattr(names, "_private", lambda *args: gate.wait(60) and private(*args))
+    for salt in "ab":
+        assert not l2.store(objects([1], salt=salt)).is_successful()
+    assert l2.load(held) == [0, 1, 2, 3]
+    assert l2.store(objects([9])) == MIB // 4
+    gate.set()
+    end_s = time.monotonic() + 20
+    while not l2.store(new).is_successful():
+        assert time.monotonic() < end_s
+    assert l2.load(new) == [0]
+    assert sorted(map(attrgetter("cache_salt"), l2.keys())) == [""] * 5 + ["b"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])

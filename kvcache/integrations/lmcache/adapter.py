@@ -55,7 +55,8 @@ class KVCacheL2(L2AdapterInterface):
         self._lock = Lock()
         self._telling = RLock()
         self._has_name = self._is_closed = False
-        self._names = Names(self._settings.path, self._settings.names_bytes, self._digests_in_use)
+        deadline_s = self._settings.tier.config.deadline_s
+        self._names = Names(self._settings.path, self._settings.names_bytes, deadline_s, self._digests_in_use)
         try:
             self._sizes = Sizes(self._settings, self._replace)
         except BaseException:
