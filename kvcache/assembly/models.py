@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcache.options import check_int
 from kvcache.registry import did_you_mean
 
+_T = TypeVar("_T")
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
 
 
@@ -140,9 +142,9 @@ def model_of(name: str, dtype: str = "bf16") -> Model:
     A name is one of `model_names`, also as the hub spells it (``Qwen/Qwen3-8B-FP8``). A path ends in ``.json``, or is a
     folder that holds a ``config.json``. Raise ValueError if the name is unknown, or the file does not describe a model.
     """
-    path = Path(name)
-    if path.suffix == ".json" or (path / "config.json").is_file():
-        return _model_of_file(path if path.suffix == ".json" else path / "config.json", dtype)
+    path = config_path(name)
+    if path is not None:
+        return read_config(path, partial(_model_of_config, dtype=dtype))
     known = _plain(name)
     if known not in _MODELS:
         raise ValueError(
@@ -160,13 +162,24 @@ def _plain(name: str) -> str:
     return plain
 
 
-def _model_of_file(path: Path, dtype: str) -> Model:
+def config_path(name: str) -> Path | None:
+    """Return the path of a ``config.json`` that `name` is, or that lies in the folder `name`; otherwise None."""
+    path = Path(name) if name.endswith(".json") else Path(name) / "config.json"
+    return path if name.endswith(".json") or path.is_file() else None
+
+
+def read_config(path: Path, parse: Callable[[Mapping[str, Any], str], _T]) -> _T:
+    """Return `parse` of a Hugging Face configuration (the language part of a multimodal one) and the model's name.
+
+    Raise ValueError if the file cannot be read; it and those of `parse` name the file.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("must be a JSON object")
         name = str(config.get("_name_or_path") or "").rpartition("/")[2] or path.resolve().parent.name
-        return _model_of_config(config, name, dtype)
+        nested = config.get("text_config")
+        return parse(nested if isinstance(nested, Mapping) else config, name)
     except OSError as error:
         raise ValueError(f"model config {str(path)!r} cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -174,11 +187,6 @@ def _model_of_file(path: Path, dtype: str) -> Model:
 
 
 def _model_of_config(config: Mapping[str, Any], name: str, dtype: str) -> Model:
-    """Parse a Hugging Face configuration; for a multimodal model, its language part."""
-    nested = config.get("text_config")
-    if isinstance(nested, Mapping):
-        config = nested
-
     def number(*names: str) -> int | None:
         for field in names:
             value = config.get(field)
@@ -204,13 +212,14 @@ def _model_of_config(config: Mapping[str, Any], name: str, dtype: str) -> Model:
         values = latent + needed("qk_rope_head_dim")
     else:
         heads = needed("num_attention_heads", "n_head")
-        head_size = number("head_dim") or needed("hidden_size", "n_embd") // heads
+        head_size = number("head_dim", "attention_head_dim") or needed("hidden_size", "n_embd") // heads
         values = 2 * (number("num_key_value_heads") or heads) * head_size
     return Model(
         name,
         kept,
         values,
-        _params_of_config(number, layers),
+        # Layers of such a pattern are attention or an MLP, not both.
+        None if "hybrid_override_pattern" in config else _params_of_config(number, layers),
         dtype,
         latent is not None,
         sliding_layers=sliding,

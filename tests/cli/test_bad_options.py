@@ -95,6 +95,17 @@ BAD = [
     ("plan TRACE --serving link=50", "--serving link must be a rate such as 6GB/s, got '50'"),
     ("plan TRACE --serving engines=0", "--serving engines must be a whole number >= 1"),
     ("plan TRACE --serving nodes=2", "--serving takes engines=N, link=RATE and price=HOST/TIER/..., got 'nodes=2'"),
+    ("plan none.jsonl --groups full,swa:0", "--groups: the window of swa must be a whole number >= 1"),
+    ("plan none.jsonl --groups full,window:1", "--groups takes full, swa:BLOCKS and mamba, as in full,swa:1, or a "),
+    ("plan none.jsonl --groups full", "--groups needs one full group and at least one other, got full in 'full'"),
+    ("plan none.jsonl --groups full,full", "--groups needs one full group and at least one other, got full,full in"),
+    ("plan none.jsonl --groups full" + ",mamba" * 64, "--groups: keys name at most 64 groups, got 65"),
+    ("plan none.jsonl --groups full,mamba,retention=16", "--groups: retention must be 0 or null, got '16'"),
+    ("plan none.jsonl --groups none.json", "model config 'none.json' cannot be read: No such file or directory"),
+    (
+        "plan none.jsonl --groups full,mamba --policy lru,min",
+        "--groups plans traces over host memory: leave out --tier",
+    ),
     ("plan TRACE --sample 0", "--sample must be a share > 0 and <= 1, got 0.0"),
     (
         "plan TRACE --tier 1T@1GB/s,arbiter --model 2",

@@ -23,6 +23,7 @@ kvcache plan trace.jsonl --model qwen3-8b,fp8 --memory 64GiB \\
     --tier nvme:1TiB,4TiB@6GB/s,write_back --serving engines=8,price=4/0.1
 kvcache plan trace.jsonl --model llama-3.1-8b --memory 64GiB,256GiB --tier 1TiB@6GB/s \\
     --serving price=4/0.1 --target ttft_p99=0.5,dwpd=3
+kvcache plan trace.jsonl --groups gpt-oss/config.json --policy lru,gittins --memory 64GiB,256GiB
 kvcache plan --models
 kvcache plan huge.jsonl.zst --sample 0.01 --checkpoint cells.jsonl
 """
@@ -71,6 +72,16 @@ class PlanOptions:
     blocks: options.CapacitiesOption = None
     memory: options.CapacitiesMemoryOption = None
     model_text: ModelOption = None
+    groups: Annotated[
+        str | None,
+        typer.Option(
+            help="KV-cache groups of a hybrid model: full, swa:BLOCKS (the window) and mamba, as in full,swa:1, or its "
+            "config.json. Behind a comma: retention=null if the engine offers every windowed block (vLLM's "
+            "prefix_cache_retention_interval). Capacities then count slots of all groups.",
+            metavar="GROUPS",
+            show_default=False,
+        ),
+    ] = None
     tier: Annotated[
         list[str] | None,
         typer.Option(
@@ -142,10 +153,12 @@ def plan(given: PlanOptions) -> None:
     """
     from kvcache.lab.report import plan_files
     from kvcache.lab.simulate.choices import NO_LIMIT, recorded_tier, stacks_of
+    from kvcache.lab.simulate.groups import parse_groups
     from kvcache.lab.simulate.plan import Settings, run
     from kvcache.lab.simulate.targets import parse_targets
 
-    model = read_model(given.model_text)
+    groups = None if given.groups is None else parse_groups(given.groups)
+    model = read_model(given.model_text or (None if groups is None else groups.config))
     targets = plan_files.Targets.read(given.json, given.save, given.checkpoint, given.file)
     source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed, given.trusted)
     given_tiers = tiers.parse_tiers(given.tier)
@@ -156,6 +169,9 @@ def plan(given: PlanOptions) -> None:
     with source.open() as trace:
         split = source.split_of(trace)
         block_bytes = options.block_bytes_of(model, trace, split)
+        if groups is not None:
+            groups = groups.at(trace.block_size // split)
+            block_bytes = None if model is None else groups.slot_bytes(model, trace.block_size // split)
         recorded = getattr(trace, "manager", {})
         stacks: list[tuple[int, ...]] = stacks_of(given_tiers, block_bytes) if block_bytes else [()]
         if recorded.get("tiers") and model is None:
@@ -176,6 +192,7 @@ def plan(given: PlanOptions) -> None:
             checkpoint=given.checkpoint,
             jobs=_read_jobs(given.jobs),
             is_quiet=given.quiet,
+            groups=groups,
         )
         plan_files.report(run(trace, settings, model), trace, targets, wanted)
 
@@ -183,6 +200,11 @@ def plan(given: PlanOptions) -> None:
 def _check(given: PlanOptions, given_tiers: list[TierChoice], model: Model | None) -> None:
     if not 0 < given.sample <= 1:
         raise ValueError(f"--sample must be a share > 0 and <= 1, got {given.sample}")
+    has_optimum = "min" in (given.policy or "").split(",")
+    if given.groups is not None and (given.tier or has_optimum or given.sample < 1 or options.is_recording(given.file)):
+        raise ValueError(
+            "--groups plans traces over host memory: leave out --tier, --sample, --policy min, and take no recording"
+        )
     for option, text in (("--memory", given.memory), ("--tier", given.tier[0] if given.tier else None)):
         if text is not None and model is None:
             raise ValueError(f"{option} needs the size of a block, got {text!r} alone: {HOW_TO_SIZE}")

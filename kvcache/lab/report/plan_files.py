@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +100,7 @@ def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], blo
         "complete": result.is_complete,
         "block_bytes": settings.block_bytes,
         "block_size": block_size,
+        "groups": settings.groups and asdict(settings.groups),
         "sample": settings.sample,
         "elapsed_s": result.elapsed_s,
         "model": model.as_dict() if model else None,

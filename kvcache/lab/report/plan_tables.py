@@ -24,6 +24,9 @@ def print_result(console: Any, result: Result, unbounded: Cell, block_size: int)
     from kvcache.lab.simulate.cells import OPTIMUM
 
     _print_serving(console, result)
+    if result.settings.groups is not None:
+        counted = "capacities count slots of all groups, hits are blocks of full attention"
+        console.print(f"KV-cache groups {result.settings.groups}; {counted}", soft_wrap=True, markup=False)
     if result.settings.tiers:
         _print_tiers(console, result, unbounded, block_size)
     else:
@@ -104,7 +107,7 @@ def _print_serving(console: Any, result: Result) -> None:
         f"{_shown(base['engine_busy'], '{:.0%}')}",
         soft_wrap=True,
     )
-    if result.model is not None and result.model.layer_note:
+    if result.model is not None and result.model.layer_note and result.settings.groups is None:
         console.print(f"{result.model.name}: {result.model.layer_note}. {COUNTED}", soft_wrap=True, markup=False)
 
 

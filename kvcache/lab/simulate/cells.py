@@ -11,11 +11,14 @@ import numpy as np
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.core.policy_adapter import PolicyAdapter
 from kvcache.core.sampler import pass_requests
+from kvcache.lab.simulate.groups import GroupReplay, Groups
 from kvcache.lab.simulate.optimum import optimal_hits
 from kvcache.lab.simulate.run import Replay, ReplayClock
 from kvcache.lab.simulate.serving import Flow, Serving, price_of, weigh
 from kvcache.lab.simulate.simulated_tier import SimulatedTieredManager
+from kvcache.lab.traces.compact import next_uses
 from kvcache.lab.traces.keys import KeyMaker, split_block_size
+from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
     from kvcache.lab.traces.compact import CompactTrace
@@ -49,13 +52,19 @@ class Plan:
 
     Each listed id becomes `split` keys. `num_shards` parts of a sample are replayed apart to estimate the error.
     `rules` holds for each tier its write policy and whether an arbiter limits loads, which needs `serving` with a rate
-    of prefill; empty is write-through without an arbiter.
+    of prefill; empty is write-through without an arbiter. `groups` are those of a hybrid model; None: one group.
     """
 
     split: int = 1
     num_shards: int = 1
     serving: Serving | None = None
     rules: tuple[tuple[str, bool], ...] = ()
+    groups: Groups | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """Keys of a position: one for each KV-cache group."""
+        return 1 if self.groups is None else len(self.groups.windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +114,12 @@ def run_job(
     report = progressed or (lambda done: None)
     if plan.num_shards > 1:
         trace, nexts = trace.shard(job.shard, plan.num_shards), None
-    if job.policy == OPTIMUM:
+    if job.policy == OPTIMUM and plan.groups is not None:
+        # No optimum of several groups is known: a cache without a limit shows the most hits.
+        num_ids = np.count_nonzero(np.asarray(next_uses(trace)[0] if nexts is None else nexts) == -1)
+        most = max(1, int(num_ids)) * plan.split * plan.num_groups
+        cell = replace(_replayed(trace, Job("lru", most), plan, report), policy=OPTIMUM)
+    elif job.policy == OPTIMUM:
         cell = _optimum(trace, _scaled(job.num_blocks, trace.rate), plan.split, report, nexts)
     else:
         cell = _replayed(trace, job, plan, report)
@@ -143,7 +157,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
     arrivals = ReplayClock()
     options: dict[str, Any] = {"clock": arrivals}
     # A tier never needs more blocks than the trace names.
-    most = max(1, len(trace.ids) * plan.split)
+    most = max(1, len(trace.ids) * plan.split * plan.num_groups)
     below = []
     simulated: SimulatedTieredManager | None = None
     if job.tiers:
@@ -161,8 +175,11 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
         manager: CPUOffloadingManager | TieredOffloadingManager = simulated
         below = simulated.simulated
     else:
-        manager = CPUOffloadingManager(block_size, min(num_blocks, most), job.policy, **options)
-    replay, make_keys = Replay(manager, arrivals=arrivals), KeyMaker(plan.split)
+        if plan.groups is not None and POLICIES.resolve(job.policy).group_policy is not None:
+            options["group_windows"] = plan.groups.windows
+        manager = host = CPUOffloadingManager(block_size, min(num_blocks, most), job.policy, **options)
+    replay = Replay(manager, arrivals=arrivals) if plan.groups is None else GroupReplay(host, plan.groups, arrivals)
+    make_keys = KeyMaker(plan.split)
     needs_flow = plan.serving is not None and trace.rate == 1
     # Cumulative, per request: hits, blocks stored, and for each tier blocks loaded and stored.
     counts = np.zeros((len(trace) + 1 if needs_flow else 1, 3 + 2 * len(below)), dtype=np.int64)
@@ -179,7 +196,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
         replay.step(request, keys)
         done += len(request.hash_ids)
         if needs_flow:
-            row = [tally.hit_blocks, tally.stored_blocks, tally.hit_tokens]
+            row = [tally.loaded_blocks, tally.stored_blocks, tally.hit_tokens]
             counts[number] = row + [count for tier in below for count in (tier.loaded_blocks, tier.stored_blocks)]
     counted = tally.as_dict()
     del counted["loaded_blocks"]

@@ -70,4 +70,4 @@ def _fault_of(line: str, header: str) -> str:
     if not isinstance(found, dict) or "kvcache_grid" not in found:
         return "no checkpoint of a grid"
     wanted = json.loads(header)
-    return f"of another {', '.join(name for name in wanted if found.get(name) != wanted[name])}"
+    return f"of another {', '.join(name for name in wanted | found if found.get(name) != wanted.get(name))}"

@@ -128,11 +128,11 @@ def run_grid(
 
 def cell_bytes(job: Job, num_ids: int, plan: Plan) -> int:
     """Return the approximate memory of one job if the trace names at most `num_ids` different blocks."""
-    if job.policy == OPTIMUM:
+    if job.policy == OPTIMUM and plan.groups is None:
         return _PROCESS_BYTES + num_ids * plan.split // 6
     each = _PLUGIN_BLOCK_BYTES if ":" in job.policy else _BLOCK_BYTES
-    most = num_ids * plan.split
-    return _PROCESS_BYTES + each * sum(min(blocks, most) for blocks in (job.num_blocks or 0, *job.tiers))
+    most = num_ids * plan.split * plan.num_groups
+    return _PROCESS_BYTES + each * sum(min(blocks, most) for blocks in (job.num_blocks or most, *job.tiers))
 
 
 def _check_memory(needs: Mapping[Job, int], max_memory_bytes: int | None) -> None:

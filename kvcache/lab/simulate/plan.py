@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvcache.lab.simulate.cells import Cell, Job, Plan
     from kvcache.lab.simulate.choices import ServingChoice, TierChoice
     from kvcache.lab.simulate.grid import Grid
+    from kvcache.lab.simulate.groups import Groups
     from kvcache.lab.simulate.serving import Serving
     from kvcache.lab.traces.compact import CompactTrace
     from kvcache.lab.traces.requests import Request, TraceFile
@@ -46,6 +47,7 @@ class Settings:
     checkpoint: str | None
     jobs: int | str | None
     is_quiet: bool
+    groups: Groups | None = None
 
 
 @dataclass(slots=True)
@@ -111,7 +113,7 @@ def run(trace: TraceFile, settings: Settings, model: Model | None) -> Result:
         compact = CompactTrace.spool(read(), trace.block_size, folder, settings.sample, settings.seed)
         serving = _serving(settings, model, compact)
         rules = tuple((tier.write_policy, tier.arbiter) for tier in settings.tiers)
-        how = Plan(settings.split, num_shards, serving, rules)
+        how = Plan(settings.split, num_shards, serving, rules, settings.groups)
         grid = Grid(settings.policies, settings.capacities, settings.stacks, how)
         wanted, unbounded = grid.cells(), Job(OPTIMUM, None)
         found: dict[Job, Cell] = {}
@@ -218,4 +220,4 @@ def _facts_of(compact: CompactTrace, plan: Plan) -> dict[str, Any]:
         "num_shards": plan.num_shards,
         "rules": [list(rule) for rule in plan.rules],
         "weighed_by": repr(plan.serving),
-    }
+    } | ({} if plan.groups is None else {"groups": repr(plan.groups)})

@@ -30,6 +30,7 @@ class Tally:
     hit_tokens: int = 0
     blocks: int = 0
     hit_blocks: int = 0
+    loaded_blocks: int = 0
     stored_blocks: int = 0
     evicted_blocks: int = 0
     rejected_requests: int = 0
@@ -58,7 +59,7 @@ class Tally:
             "hit_blocks": self.hit_blocks,
             "block_hit_rate": self.block_hit_rate,
             "stored_blocks": self.stored_blocks,
-            "loaded_blocks": self.hit_blocks,
+            "loaded_blocks": self.loaded_blocks,
             "evicted_blocks": self.evicted_blocks,
             "rejected_requests": self.rejected_requests,
             "bookkeeping_us": {"p50": p50, "p99": p99, "max": longest, "total": float(us.sum())},
@@ -95,23 +96,31 @@ class Replay:
         self._clock = clock
         self._manager = manager
         self._payload = payload
+        self._end: Callable[[ReqContext], None] = manager.on_request_finished
 
     def step(self, request: Request, keys: list[bytes]) -> int:
         """Run one request, and return the length of its leading run of hits."""
         self._arrivals.now_s = max(self._arrivals.now_s, request.arrival_s)
-        manager, payload, tally, clock = self._manager, self._payload, self.tally, self._clock
+        clock, manager = self._clock, self._manager
         context = ReqContext()
         start = clock()
         num_hits: int = manager.lookup(keys, context)  # type: ignore[assignment]
         manager.touch(keys, context)
-        hits = keys[:num_hits]
+        self._serve(context, keys[:num_hits], keys, clock() - start)
+        self._count(request, num_hits, len(keys))
+        return num_hits
+
+    def _serve(self, context: ReqContext, hits: list[bytes], offered: list[bytes], spent: int) -> None:
+        """Load and store the blocks of a request, and end it; `spent` are the nanoseconds of its look-up."""
+        manager, payload, tally, clock = self._manager, self._payload, self.tally, self._clock
+        start = clock()
         load_spec = manager.prepare_load(hits, context)
-        spent = clock() - start
+        spent += clock() - start
         if payload is not None and hits:
             payload.load(hits, load_spec)  # type: ignore[arg-type]
         start = clock()
         manager.complete_load(hits, context)
-        output = manager.prepare_store(keys, context)
+        output = manager.prepare_store(offered, context)
         spent += clock() - start
         if output is not None:
             stored = output.keys_to_store
@@ -121,18 +130,20 @@ class Replay:
             manager.complete_store(stored, context)
             spent += clock() - start
         start = clock()
-        manager.on_request_finished(context)
+        self._end(context)
         spent += clock() - start
-
         if output is None:
             tally.rejected_requests += 1
         else:
             tally.stored_blocks += len(output.keys_to_store)
             tally.evicted_blocks += len(output.evicted_keys)
+        tally.loaded_blocks += len(hits)
+        tally.bookkeeping_ns.append(spent)
+
+    def _count(self, request: Request, num_hits: int, num_blocks: int) -> None:
+        tally = self.tally
         tally.requests += 1
         tally.tokens += request.input_length
-        tally.hit_tokens += min(num_hits * manager.block_size, request.input_length)
-        tally.blocks += len(keys)
+        tally.hit_tokens += min(num_hits * self._manager.block_size, request.input_length)
+        tally.blocks += num_blocks
         tally.hit_blocks += num_hits
-        tally.bookkeeping_ns.append(spent)
-        return num_hits
