@@ -161,11 +161,11 @@ class GroupReplay(Replay):
     def __init__(self, manager: CPUOffloadingManager, groups: Groups, arrivals: ReplayClock) -> None:
         super().__init__(manager, arrivals=arrivals)
         self._pool, self._groups = manager, groups
-        self._end = partial(manager.on_request_finished, use_positions=True)
+        self.end_request = partial(manager.on_request_finished, use_positions=True)
 
     def step(self, request: Request, keys: list[bytes]) -> int:
-        self._arrivals.now_s = max(self._arrivals.now_s, request.arrival_s)
-        pool, windows, clock = self._pool, self._groups.windows, self._clock
+        self.arrivals.now_s = max(self.arrivals.now_s, request.arrival_s)
+        pool, windows, clock = self._pool, self._groups.windows, self.clock
         path = keys[: request.input_length // pool.block_size]
         names = [[key[:-4] + group.to_bytes(4, "big") for key in path] for group in range(len(windows))]
         anchors = names[windows.index(None)]
@@ -191,6 +191,6 @@ class GroupReplay(Replay):
             else:
                 places = {i for end in (full, limit) for i in range(max(end - window, num_hits), end)}
                 offered += [group[i] for i in sorted(places)]
-        self._serve(context, loads, offered, spent)
-        self._count(request, num_hits, len(path))
+        self.serve(context, loads, offered, spent)
+        self.count(request, num_hits, len(path))
         return num_hits

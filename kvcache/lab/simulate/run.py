@@ -92,27 +92,27 @@ class Replay:
         arrivals: ReplayClock | None = None,
     ) -> None:
         self.tally = Tally()
-        self._arrivals = arrivals or ReplayClock()
-        self._clock = clock
+        self.arrivals = arrivals or ReplayClock()
+        self.clock = clock
         self._manager = manager
         self._payload = payload
-        self._end: Callable[[ReqContext], None] = manager.on_request_finished
+        self.end_request: Callable[[ReqContext], None] = manager.on_request_finished
 
     def step(self, request: Request, keys: list[bytes]) -> int:
         """Run one request, and return the length of its leading run of hits."""
-        self._arrivals.now_s = max(self._arrivals.now_s, request.arrival_s)
-        clock, manager = self._clock, self._manager
+        self.arrivals.now_s = max(self.arrivals.now_s, request.arrival_s)
+        clock, manager = self.clock, self._manager
         context = ReqContext()
         start = clock()
         num_hits: int = manager.lookup(keys, context)  # type: ignore[assignment]
         manager.touch(keys, context)
-        self._serve(context, keys[:num_hits], keys, clock() - start)
-        self._count(request, num_hits, len(keys))
+        self.serve(context, keys[:num_hits], keys, clock() - start)
+        self.count(request, num_hits, len(keys))
         return num_hits
 
-    def _serve(self, context: ReqContext, hits: list[bytes], offered: list[bytes], spent: int) -> None:
+    def serve(self, context: ReqContext, hits: list[bytes], offered: list[bytes], spent: int) -> None:
         """Load and store the blocks of a request, and end it; `spent` are the nanoseconds of its look-up."""
-        manager, payload, tally, clock = self._manager, self._payload, self.tally, self._clock
+        manager, payload, tally, clock = self._manager, self._payload, self.tally, self.clock
         start = clock()
         load_spec = manager.prepare_load(hits, context)
         spent += clock() - start
@@ -130,7 +130,7 @@ class Replay:
             manager.complete_store(stored, context)
             spent += clock() - start
         start = clock()
-        self._end(context)
+        self.end_request(context)
         spent += clock() - start
         if output is None:
             tally.rejected_requests += 1
@@ -140,7 +140,8 @@ class Replay:
         tally.loaded_blocks += len(hits)
         tally.bookkeeping_ns.append(spent)
 
-    def _count(self, request: Request, num_hits: int, num_blocks: int) -> None:
+    def count(self, request: Request, num_hits: int, num_blocks: int) -> None:
+        """Add a request to the tally."""
         tally = self.tally
         tally.requests += 1
         tally.tokens += request.input_length
