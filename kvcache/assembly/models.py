@@ -125,7 +125,8 @@ _MODELS = {
 }
 COUNTED = (
     "A sliding layer keeps the last tokens of a prompt only: an engine stores and loads at most what is counted. A "
-    "recurrent layer keeps a state of fixed size: an engine stores states on top, and hits only where one was stored."
+    "recurrent layer keeps a state of fixed size: an engine stores states on top, and hits only where one was "
+    "stored. kvcache plan --groups plans both."
 )
 """What `Model.layer_note` means for a plan."""
 _TAIL = re.compile(r"-(instruct|thinking|16e|17b|128e|chat|base|pt|it|hf|fp8|awq|gptq|v\d+[.]\d+|2[45]\d\d)$")
