@@ -52,7 +52,9 @@ BAD = [
     ("fleet TRACE --engines 2 --store 1B --model 2", "--store must hold at least one block of 1024 bytes, got '1B'"),
     ("fleet TRACE --engines 2 --store 1TiB@5 --model 2", "--store must be a rate such as 6GB/s"),
     ("fleet TRACE --engines 2 --plot missing/out.png", "--plot cannot be written: 'missing/out.png'"),
-    ("fleet TRACE --engines 2 --copies 0", "--copies must be >= 1, got 0"),
+    ("fleet TRACE --engines 2 --copies 0", "--copies must be a whole number >= 1"),
+    ("fleet TRACE --engines 2 --copies 1@0%", "--copies must be N@BUSY with a share above 0"),
+    ("fleet TRACE --engines 2 --blocks 9@1GB/s", "--blocks with a rate needs the size of a block"),
     (
         "fleet TRACE --engines 2 --server 5GB/s",
         "--server must be RATE,KEYS[,EVENTS], as in 2.5GB/s,900k,690k, got '5GB/s'",

@@ -198,6 +198,32 @@ def test_a_store_for_all_makes_routers_alike_and_prefix_routing_spares_its_traff
     assert found["events"].store_blocks < found["round_robin"].store_blocks / 2
 
 
+@pytest.mark.parametrize("disk_blocks", [0, 300])
+def test_one_pool_hits_what_one_engine_with_all_memory_hits(disk_blocks):
+    scaled = ScaledTrace(traffic("chats", 60), 3, seed=5)
+    shared = run_fleet(scaled, FleetPlan(4, "one_pool", 100, cache_policy="gittins", disk_blocks=disk_blocks))
+    alone = run_fleet(scaled, FleetPlan(1, "round_robin", 400, cache_policy="gittins", disk_blocks=4 * disk_blocks))
+    assert (shared.local_blocks, shared.disk_blocks) == (alone.local_blocks, alone.disk_blocks)
+    private = run_fleet(scaled, FleetPlan(4, "round_robin", 100, cache_policy="gittins", disk_blocks=disk_blocks))
+    assert 0 < private.local_blocks + private.disk_blocks < shared.local_blocks + shared.disk_blocks
+
+
+@pytest.mark.slow
+def test_one_pool_of_agents_hits_three_times_private_pools(shared, run, tmp_path):
+    """The figures of docs/howto/node.md."""
+    argv = ("--engines", 8, "--router", "round_robin,known", "--one-pool", "--blocks", "250@25GB/s", "--model", 131072)
+    found = {}
+    for policy in ("lru", "gittins"):
+        more = ("--copies", "1@70%", "--policy", policy, "--json", tmp_path / "out.json", "-q")
+        assert run("fleet", shared / "traces" / "agentic_coding.jsonl.gz", *argv, *more)[0] == 0
+        cells = json.loads((tmp_path / "out.json").read_text())["cells"]
+        found |= {(policy, cell["router"]): round(100 * cell["local_share"], 1) for cell in cells}
+        if policy == "lru":
+            assert [round(cell["ttft_p50_s"], 1) for cell in cells] == [10.3, 3.0, 0.8]
+    assert [found["lru", router] for router in ("round_robin", "known", "one_pool")] == [20.5, 43.0, 65.6]
+    assert found["gittins", "one_pool"] == 70.8
+
+
 def test_copies_share_what_all_users_of_a_trace_share():
     # Nine requests continue a shared prompt of two blocks in different ways; the tenth request shares no blocks.
     requests = [Request(np.array([7, 8, 100 + i, 200 + i]), 64, 1, float(i)) for i in range(9)]

@@ -52,12 +52,17 @@ class FleetOptions:
             metavar="ROUTER,...",
         ),
     ] = "prefix"
+    one_pool: Annotated[
+        bool,
+        typer.Option("--one-pool", help="Compare one pool of all engines, as large as theirs together (node_pool)."),
+    ] = False
     policy: options.PolicyOption = "lru"
     blocks: Annotated[
         str | None,
         typer.Option(
-            help="Blocks of host memory of an engine, and of its disk [default: 10000].",
-            metavar="N[+DISK]",
+            help="Blocks of host memory of an engine and of its disk [default: 10000], and the rate at which one "
+            "engine loads from host memory [default: no time].",
+            metavar="N[+DISK][@RATE]",
             show_default=False,
         ),
     ] = None
@@ -79,9 +84,11 @@ class FleetOptions:
         ),
     ] = "2.5GB/s,900k,690k"
     copies: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            help="Copies of the trace at once [default: as many as keep the engines 80 % busy without a cache].",
+            help="Copies of the trace at once [default: as many as keep the engines 80 % busy without a cache]; "
+            "@70%: its times are stretched until the engines are that busy.",
+            metavar="N[@BUSY]",
             show_default=False,
         ),
     ] = None
@@ -132,7 +139,7 @@ def fleet(given: FleetOptions) -> None:
 
 def read_plans(given: FleetOptions, block_bytes: int | None, token_s: float) -> list[FleetPlan]:
     """Check and parse the options of the fleets: each number of engines behind each router."""
-    from kvcache.lab.fleet.routers import ROUTERS, FleetPlan
+    from kvcache.lab.fleet.routers import ONE_POOL, ROUTERS, FleetPlan
 
     # Each once, in the order of the option.
     routers: dict[tuple[str, float], None] = {}
@@ -140,10 +147,14 @@ def read_plans(given: FleetOptions, block_bytes: int | None, token_s: float) -> 
         if name not in ROUTERS:
             raise ValueError(f"--router must be of {', '.join(ROUTERS)}, got {given.router!r}")
         routers[name, parse_share("--router", lost)] = None
+    if given.one_pool:
+        routers[ONE_POOL, 0.0] = None
     POLICIES.resolve(options.one_policy(given.policy))
-    if given.copies is not None:
-        common.at_least("--copies", given.copies, 1)
-    blocks, _, disk_blocks = (given.blocks or "").partition("+")
+    _copies_of(given.copies)
+    capacity, _, host_rate = (given.blocks or "").partition("@")
+    if host_rate and block_bytes is None:
+        raise ValueError(f"--blocks with a rate needs the size of a block, got {given.blocks!r}: {HOW_TO_SIZE}")
+    blocks, _, disk_blocks = capacity.partition("+")
     store, _, store_rate = (given.store or "0").partition("@")
     engines = {
         (parse_count("--engines", count), parse_count("--engines", restarts, 0))
@@ -156,6 +167,7 @@ def read_plans(given: FleetOptions, block_bytes: int | None, token_s: float) -> 
         cache_policy=given.policy,
         token_s=token_s,
         block_load_s=(block_bytes or 0) / parse_rate("--store", store_rate or "5GB/s"),
+        host_load_s=(block_bytes or 0) / parse_rate("--blocks", host_rate) if host_rate else 0.0,
         disk_blocks=parse_count("--blocks", disk_blocks or "0", 0),
         seed=given.seed,
     )
@@ -183,6 +195,15 @@ def _with_fault(part: str) -> tuple[str, str]:
     return name, fault or "0"
 
 
+def _copies_of(text: str | None) -> tuple[int, float]:
+    """Return the number of copies and the load without a cache; 0: not given."""
+    count, at, busy = (text or "").partition("@")
+    load = parse_share("--copies", busy) if at else 0.0
+    if at and not load:
+        raise ValueError(f"--copies must be N@BUSY with a share above 0, got {text!r}")
+    return parse_count("--copies", count) if count else 0, load
+
+
 def _store_blocks(text: str, block_bytes: int | None) -> int:
     if text.strip() == "0":
         return 0
@@ -208,15 +229,21 @@ def run(trace: TraceFile, split: int, plans: list[FleetPlan], given: FleetOption
         compact = compact.split(split)
     token_s = document["token_prefill_s"]
     busy = engines_for(compact.arrivals_s, compact.num_tokens, token_s)
+    num_copies, load = _copies_of(given.copies)
     cells = []
     with common.Bar("fleet", "requests", given.quiet) as bar:
-        scaled: dict[int, ScaledTrace] = {}
+        scaled: dict[tuple[int, float], ScaledTrace] = {}
         for number, plan in enumerate(plans):
-            copies = given.copies or max(1, round(plan.num_engines / busy))
-            if copies not in scaled:
+            copies = num_copies or max(1, round(plan.num_engines / busy))
+            # How much longer the trace takes at the load.
+            span_s = float(compact.arrivals_s[-1] - compact.arrivals_s[0]) if len(compact) else 0.0
+            work_s = copies * compact.num_tokens * token_s / plan.num_engines
+            stretch = work_s / (load * span_s) if load and span_s else 1.0
+            if (copies, stretch) not in scaled:
                 _check_memory(plan, compact, copies)
-                scaled = {copies: ScaledTrace(compact, copies, given.seed)}
-            traffic = scaled[copies]
+                slower = replace(compact, arrivals_s=compact.arrivals_s * stretch)
+                scaled = {(copies, stretch): ScaledTrace(slower, copies, given.seed)}
+            traffic = scaled[copies, stretch]
             began = monotonic()
 
             def progressed(done: int, number: int = number, plan: FleetPlan = plan, total: int = len(traffic)) -> None:

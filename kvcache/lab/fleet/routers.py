@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     Float64Array = npt.NDArray[np.float64]
 
 ROUTERS = ("round_robin", "prefix", "events", "known")
+ONE_POOL = "one_pool"
+"""In place of a router: all engines share one host pool and one disk, and the engine that is free first is chosen."""
 _NO_ENGINE = -1
 
 
@@ -27,9 +29,9 @@ class FleetPlan:
     ``"events"`` (the engine that holds the longest prefix by its KV events) or ``"known"`` (the same without loss). All
     but the first choose the engine that is free first if the other's queue costs more time than its prefix saves.
     `lost` is the share of the messages with events that get lost; the engine's next message repairs the view. Each of
-    the `restarts` empties the host memory of one engine, in turn. `token_s` are seconds of prefill a token,
-    `block_load_s` seconds to load a block from disk or store. `disk_blocks` (of each engine) and `store_blocks` of 0
-    are none.
+    the `restarts` empties the host memory of one engine, in turn; `ONE_POOL` loses nothing. `token_s` are seconds of
+    prefill a token, `block_load_s` seconds to load a block from disk or store, and `host_load_s` from host memory.
+    `disk_blocks` (of each engine) and `store_blocks` of 0 are none.
     """
 
     num_engines: int
@@ -39,6 +41,7 @@ class FleetPlan:
     cache_policy: str = "lru"
     token_s: float = 1e-4
     block_load_s: float = 0.0
+    host_load_s: float = 0.0
     disk_blocks: int = 0
     lost: float = 0.0
     restarts: int = 0
@@ -71,6 +74,14 @@ class RoundRobin:
 
     def on_restart(self, engine: int) -> None:
         """Called after an engine without a disk has lost its blocks."""
+
+
+class FreeEngine(RoundRobin):
+    """Send a request to the engine that is free first."""
+
+    def choose(self, now_s: float, ids: Int64Array, free_s: Float64Array) -> int:
+        """Return the engine that is free first."""
+        return int(free_s.argmin())
 
 
 class PrefixRouter(RoundRobin):
@@ -180,6 +191,8 @@ def make_router(plan: FleetPlan, num_ids: int, block_size: int) -> RoundRobin:
     """Return the router of a fleet."""
     if plan.router == "round_robin":
         return RoundRobin(plan.num_engines)
+    if plan.router == ONE_POOL:
+        return FreeEngine(plan.num_engines)
     block_s = plan.token_s * block_size
     if plan.router == "events":
         return EventsRouter(num_ids, block_s, plan)

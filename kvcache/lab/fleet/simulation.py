@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcache.control.cpu import CPUOffloadingManager
-from kvcache.lab.fleet.routers import make_router
+from kvcache.lab.fleet.routers import ONE_POOL, make_router
 from kvcache.request import ReqContext
 
 if TYPE_CHECKING:
@@ -84,13 +84,19 @@ class FleetResult:
 def run_fleet(trace: ScaledTrace, plan: FleetPlan, progressed: Callable[[int], None] | None = None) -> FleetResult:
     """Send a trace's requests through a fleet."""
     most = max(1, trace.num_ids)
-    engines = [
-        CPUOffloadingManager(trace.block_size, min(plan.num_blocks, most), plan.cache_policy)
-        for _ in range(plan.num_engines)
+    now_s = 0.0
+    # With one pool, every engine has the same one, of the same total size.
+    num_shares = plan.num_engines if plan.router == ONE_POOL else 1
+    num_pools = plan.num_engines // num_shares
+    engines = num_shares * [
+        CPUOffloadingManager(
+            trace.block_size, min(num_shares * plan.num_blocks, most), plan.cache_policy, clock=lambda: now_s
+        )
+        for _ in range(num_pools)
     ]
-    disks = [
-        CPUOffloadingManager(trace.block_size, min(plan.disk_blocks, most))
-        for _ in range(plan.num_engines if plan.disk_blocks else 0)
+    disks = num_shares * [
+        CPUOffloadingManager(trace.block_size, min(num_shares * plan.disk_blocks, most))
+        for _ in range(num_pools if plan.disk_blocks else 0)
     ]
     store = None
     if plan.store_blocks:
@@ -108,7 +114,7 @@ def run_fleet(trace: ScaledTrace, plan: FleetPlan, progressed: Callable[[int], N
         if progressed is not None and number % _PROGRESS_REQUESTS == 0:
             progressed(number)
         num_restarts, since_restart = divmod(number, restart_every)
-        if not since_restart and 0 < num_restarts <= plan.restarts:
+        if not since_restart and 0 < num_restarts <= plan.restarts and num_shares == 1:
             restarted = (num_restarts - 1) % plan.num_engines
             engines[restarted].reset_cache()
             if not disks:
@@ -151,7 +157,8 @@ def run_fleet(trace: ScaledTrace, plan: FleetPlan, progressed: Callable[[int], N
         router.on_placed(engine, ids)
         num_loaded = num_disk + num_found
         hit_tokens = min((num_local + num_loaded) * trace.block_size, input_length)
-        seconds = max(input_length - hit_tokens, 1) * plan.token_s + num_loaded * plan.block_load_s
+        seconds = max(input_length - hit_tokens, 1) * plan.token_s
+        seconds += num_loaded * plan.block_load_s + num_local * plan.host_load_s
         begin_s = max(now_s, free_s[engine])
         free_s[engine] = begin_s + seconds
         work_s[engine] += seconds

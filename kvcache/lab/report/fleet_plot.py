@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcache.lab.report.style import COLOURS, MARKERS, caption, new_figure, plain_axes, save, thinned_ticks
 
-_NAMES = {"round_robin": "round robin", "prefix": "prefix-affine", "events": "by events"}
+_NAMES = {"round_robin": "round robin", "prefix": "prefix-affine", "events": "by events", "one_pool": "one pool"}
 
 
 def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, target: str) -> None:
