@@ -73,8 +73,7 @@ def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | Non
         findings = [finding for finding in findings if finding.subject != "data plane"]
         findings.append(Finding("error", "data plane", engine_keys.NO_DEVICE))
     if config_part.get(vllm.NODE_POOL):
-        faults_of_pool = engine_keys.node_faults(config_part.get(vllm.DATA_PLANE), engine, has_events)
-        findings += [Finding(level, "node pool", text) for level, text in faults_of_pool]
+        findings += [Finding(level, "node pool", text) for level, text in engine_keys.node_faults(engine, has_events)]
     findings += _leftover_regions()
     findings.append(Finding(*describe_release("eviction_policy" in config_part)))
     if has_events and not config_part.get(vllm.SELF_DESCRIBING):

@@ -19,7 +19,7 @@ from kvcache.node.protocol import node_folder
 MODULE = "kvcache.integrations.vllm"
 POLICY = {"eviction_policy": "Amq", "cache_policy_module_path": f"{MODULE}.policies"}
 TIER = {"type": "KVCacheTier", "module_path": MODULE, "kind": "disk", "path": "x", "capacity": 9}
-NODE = {"node_pool": True, "data_plane": "kvcache"}
+NODE = {"node_pool": True}
 DISK = {"type": "disk", "path": "x{dp_rank}", "capacity": 9}
 CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
@@ -155,8 +155,7 @@ def test_check_vllm_data_plane_of_our_manager_depends_on_the_platform(check):
         (ours(eviction_policy="arc"), "kvcache reads 'cache_policy', not 'eviction_policy'"),
         (ours() | {"kv_conector": "x", "kv_role": "kv_both"}, "kv_connector must be 'OffloadingConnector', got None"),
         (CONNECTOR | ours() | {"kv_role": "both"}, "kv_role must be 'kv_producer' or 'kv_consumer' or"),
-        (ours(node_pool=True), "'node_pool' needs kvcache's worker: set 'data_plane' to 'kvcache'"),
-        (ours(node_pool=True, data_plane="vllm"), "'node_pool' needs kvcache's worker"),
+        (ours(node_pool=True, canonical_layout=True), "'node_pool' does not support 'canonical_layout'"),
         (ours(**NODE, pool_folder="/dev/shm"), "lies in /dev/shm; leave 'pool_folder' out"),
         (ours(**NODE, tiers=[DISK]), "serves all engines; leave '{dp_rank}'"),
         (vllm_with(NODE, pipeline_parallel_size=2), "does not work with a pipeline of 2 stages"),

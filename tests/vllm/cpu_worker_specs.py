@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
+import numpy as np
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvcache.integrations.vllm import KVCacheOffloadingSpec
@@ -53,3 +55,25 @@ class TieringOnCPU(_WithCPUWorker, TieringOffloadingSpec):
 
 class KVCacheOnCPU(_WithCPUWorker, KVCacheOffloadingSpec):
     """Our manager with ``"data_plane": "vllm"``."""
+
+
+class NodeRegion(Region):
+    """A region that vLLM has made over the pool of a node."""
+
+    def __init__(self, region: Any) -> None:
+        self._record, self._region = None, region
+        self.array, self.mapping = np.asarray(region.create_kv_memoryview()), region.mmap_obj
+
+
+class NodeOnCPU(KVCacheOffloadingSpec):
+    """Our manager with ``"data_plane": "vllm"`` over the pool of a node."""
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        def make(kv_caches: Any, blocks_per_chunk: int, num_cpu_chunks: int, mmap_region: Any) -> CPUWorker:
+            place = {"rank": self.config.parallel.rank, "rank_bytes": self.cpu_page_size_per_worker}
+            return CPUWorker(kv_caches, num_cpu_chunks, blocks_per_chunk, shared=NodeRegion(mmap_region), **place)
+
+        if self._worker is None:
+            with mock.patch("vllm.v1.kv_offload.cpu.spec.CPUOffloadingWorker", make):
+                self._worker = self.create_worker(kv_caches)
+        return self._worker

@@ -4,12 +4,14 @@ import os
 import shutil
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from engine_options import BLOCK_BYTES
 from test_processes import two_rounds
 
+from kvcache.integrations.vllm.node import joined_region
 from kvcache.node.protocol import node_folder
 
 
@@ -66,6 +68,25 @@ def test_next_engine_loads_blocks_of_first(boot, models, prompts, expected, pool
         with pytest.raises(ValueError, match="cache_policy: the pool has 'lru', this engine 'arc'"):
             boot(models["llama"], {**pool, "cache_policy": "arc"}).__enter__()
         end_owner(engine)
+
+
+def test_worker_of_vllm_joins_pool(boot, models, prompts, expected, pool, monkeypatch):
+    """vLLM's region is the owner's memory; only its GPU worker is replaced."""
+    config = {**pool, "data_plane": "vllm", "spec_module_path": "cpu_worker_specs", "spec_name": "NodeOnCPU"}
+    for cached in ([0, 992, 992], [1024] * 3):
+        with boot(models["llama"], config) as engine:
+            assert engine.ask(prompts) == (expected(prompts), cached)
+            engine.drop_device_cache()
+            assert engine.ask(prompts) == (expected(prompts), [1024] * 3)
+            engine.generate([[1, 2, 3]])
+            if cached[0]:
+                with pytest.raises(ValueError, match=r"worker: the pool has \['vllm', False\], this engine None"):
+                    boot(models["llama"], pool).__enter__()
+                end_owner(engine)
+    assert not [path for path in Path("/dev/shm").glob("vllm_offload_*") if path.is_symlink()]
+    monkeypatch.setattr("kvcache.integrations.vllm.node._MADV_POPULATE_WRITE", 9999)
+    with pytest.raises(ValueError, match=r"needs MADV_POPULATE_WRITE \(Linux 5.14\): .* set 'data_plane' to 'kvcache'"):
+        joined_region(None, 16, None).__enter__()
 
 
 def test_model_with_several_groups_hits_as_with_private_pool(boot, models, prompts, pool):

@@ -87,8 +87,6 @@ class OwnCopies(Copies):
         self._rank_block_bytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
         if settings.tiers or spec.node_pool:
             self._rank_block_bytes = rank_bytes_of(self._rank_block_bytes)
-        if spec.node_pool and parallel.pp_size > 1:
-            raise ValueError(f"'node_pool' does not work with a pipeline of {parallel.pp_size} stages")
         self.num_blocks = blocks_per_rank(settings, parallel.world_size, self._rank_block_bytes, parallel.pp_size)
         self.block_bytes = self._rank_block_bytes * parallel.world_size
 

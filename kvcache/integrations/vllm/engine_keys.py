@@ -91,10 +91,8 @@ def _spec_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
             yield str(error)
 
 
-def node_faults(data_plane: str | None, engine: Mapping[str, Any], has_events: bool) -> Iterator[tuple[str, str]]:
+def node_faults(engine: Mapping[str, Any], has_events: bool) -> Iterator[tuple[str, str]]:
     """Yield the level and text of what a node's pool excludes; `engine` are vLLM's own options, if they are known."""
-    if data_plane is None and has_accelerator():
-        yield "error", f"{settings.NODE_POOL!r} needs kvcache's worker: set {settings.DATA_PLANE!r} to 'kvcache'"
     if has_events:
         yield "error", f"KV events do not work with {settings.NODE_POOL!r}; leave out kv_events_config"
     stages = engine.get("pipeline_parallel_size", 1)

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,9 @@ from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.settings import node_options
 from kvcache.node.client import MappedPool, NodeManager, greeting, register_worker
 from kvcache.node.protocol import node_folder
+
+# Linux 5.14; Python knows its name only if it was built against it.
+_MADV_POPULATE_WRITE = getattr(mmap, "MADV_POPULATE_WRITE", 23)
 
 
 def _seed(vllm_config: Any) -> list[str]:
@@ -39,6 +46,8 @@ def _greeting(spec: Any, block_tokens: int, vllm_config: Any, rank: int) -> tupl
     """Return the folder of the pool, and what this process says of itself."""
     config, parallel = spec.config, spec.config.parallel
     model = {**fingerprint(config, vllm_config), "hash": _seed(vllm_config)}
+    if spec.copies.spec_type is not None:
+        model["worker"] = ["vllm", bool(spec.replicated_layout)]
     name = spec.node_pool
     if name is True:
         name = hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()[:24]
@@ -59,6 +68,34 @@ def open_worker_pool(spec: Any, block_tokens: int, vllm_config: Any) -> MappedPo
     """Register a worker with the node's pool, and map it."""
     folder, hello = _greeting(spec, block_tokens, vllm_config, spec.config.parallel.rank)
     return register_worker(folder, hello, spec.num_blocks, spec.block_bytes)
+
+
+@contextmanager
+def joined_region(spec: Any, block_tokens: int, vllm_config: Any) -> Iterator[None]:
+    """Register a worker with the node's pool; a region that vLLM makes in this context is the pool's memory.
+
+    ValueError: the pool refuses the worker, or the kernel is older than Linux 5.14.
+    """
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        try:
+            page.madvise(_MADV_POPULATE_WRITE)
+        except OSError as error:
+            raise ValueError(
+                "vLLM's worker over a 'node_pool' needs MADV_POPULATE_WRITE (Linux 5.14): without, it rewrites "
+                f"bytes of other engines ({error.strerror}); set 'data_plane' to 'kvcache'"
+            ) from None
+    folder, hello = _greeting(spec, block_tokens, vllm_config, spec.config.parallel.rank)
+    register_worker(folder, hello, spec.num_blocks, spec.block_bytes).close()
+    # vLLM joins a file that exists, and leaves its removal to its creator. Each worker has a name of its own for it.
+    config = spec.config
+    spec.config = replace(config, engine_id=f"{config.engine_id}-{os.getpid()}")
+    link = Path(f"/dev/shm/vllm_offload_{spec.config.engine_id}.mmap")
+    link.symlink_to(folder / "pool")
+    try:
+        yield
+    finally:
+        link.unlink()
+        spec.config = config
 
 
 def open_node_manager(spec: Any, block_tokens: int, vllm_config: Any) -> NodeKVCacheOffloadingManager:

@@ -283,8 +283,8 @@ def _read_node_pool(extra_config: Mapping[str, Any]) -> str | bool | None:
     name = extra_config.get(NODE_POOL)
     if name is None or name is False:
         return None
-    if extra_config.get(DATA_PLANE) == "vllm" or extra_config.get("canonical_layout"):
-        raise ValueError(f"{NODE_POOL!r} needs kvcache's worker: set {DATA_PLANE!r} to 'kvcache'")
+    if extra_config.get("canonical_layout"):
+        raise ValueError(f"{NODE_POOL!r} does not support 'canonical_layout'; leave it out")
     if name is not True:
         from kvcache.node.protocol import check_name
 

@@ -52,8 +52,8 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         has_engine_worker = placement.has_engine_worker
         if has_engine_worker is None:
             has_engine_worker = current_platform.is_cuda_alike() or current_platform.is_xpu()
-        if self.node_pool and has_engine_worker:
-            raise ValueError("'node_pool' needs kvcache's worker: set 'data_plane' to 'kvcache'")
+        if self.node_pool and config.parallel.pp_size > 1:
+            raise ValueError(f"'node_pool' does not work with a pipeline of {config.parallel.pp_size} stages")
         # Initializes vLLM's base class, which reads the settings.
         self.copies: Copies = (EngineCopies if has_engine_worker else OwnCopies)(self, config)
         self.num_blocks, self.block_bytes = self.copies.num_blocks, self.copies.block_bytes
@@ -83,6 +83,9 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
     def create_worker(self, kv_caches: Any) -> Any:
         # Without tiers, only the workers map the region, and vLLM unlinks it at once.
         kind: Any = CPUOffloadingSpec
+        if self.node_pool:
+            with self.joined_region():
+                return kind.create_worker(self, kv_caches)
         if self._is_mapped_by_scheduler():
             kind = TieringOffloadingSpec
             # The connector keeps this spec as long as the worker.
@@ -90,7 +93,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         return kind.create_worker(self, kv_caches)
 
     def _uses_shared_region(self) -> bool:
-        return self._is_mapped_by_scheduler() or CPUOffloadingSpec._uses_shared_region(self)
+        return bool(self.node_pool) or self._is_mapped_by_scheduler() or CPUOffloadingSpec._uses_shared_region(self)
 
     def _is_mapped_by_scheduler(self) -> bool:
         return bool(self.settings.tiers or self.config.canonical_layout)
@@ -116,6 +119,12 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         engine = f"{self.config.model.name}@{socket.gethostname()}"[-MAX_LABEL_CHARS:]
         return {"engine": engine, "rank": str(self.config.parallel.data_parallel_index)}
 
+    def joined_region(self) -> Any:
+        """Return a context in which vLLM's region is the pool of this worker's node."""
+        from kvcache.integrations.vllm.node import joined_region
+
+        return joined_region(self, self._block_tokens(), self._engine_config)
+
     def open_worker_pool(self) -> Any:
         """Register this worker with the pool of its node, and map it."""
         from kvcache.integrations.vllm.node import open_worker_pool
@@ -128,6 +137,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
 
             node = open_node_manager(self, self._block_tokens(), self._engine_config)
             node.info = (self.num_blocks, self.num_blocks * self.block_bytes)
+            node.spec_type = self.copies.spec_type
             return node
         shared, identity = self.copies.open_host_blocks(self._engine_config) if self.settings.tiers else (None, None)
         manager = open_manager(
