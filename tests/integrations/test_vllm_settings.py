@@ -165,7 +165,7 @@ def test_spec_without_vllm_says_what_is_missing():
     [
         ({"node_pool": "../a"}, r"node_pool must be true or a name"),
         ({"node_pool": 3}, r"node_pool must be true or a name"),
-        ({"node_pool": True, "data_plane": "vllm"}, r"'node_pool' needs kvcache's worker"),
+        ({"node_pool": True, "canonical_layout": True}, r"'node_pool' does not support 'canonical_layout'"),
     ],
 )
 def test_invalid_node_pool_is_refused(options, message):
