@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 STAGING_BYTES = 64 << 20
 """Memory of the rows. It is taken as they are first used."""
 _MIN_ROWS, _MAX_ROWS = 8, 1024
-_JOBS_PER_CALL = 4
+_JOBS_PER_CALL = 8
 """A call splits its blocks so that some are copied while others move to or from the medium."""
 _ROW_ALIGNMENT = 4096
 _POLL_S = 20e-6, 1e-3
@@ -103,7 +103,7 @@ class KeyedStore:
 
     Notes
     -----
-    A call gives up a job, of at most an eighth of `staging_bytes`, after ``deadline_s``. Its blocks then count as
+    A call gives up a job, of at most a sixteenth of `staging_bytes`, after ``deadline_s``. Its blocks then count as
     missing or not stored, and the tier's reads or writes are paused for ``pause_s``.
     """
 

@@ -47,11 +47,11 @@ def rates(adapter, arrays, base, has_sync):
 def main():
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:
         path = Path(folder)
-        params = {"kind": "disk", "path": str(path / "l2"), "capacity": "1GiB"}
-        adapters = {
-            "kvcache": create_l2_adapter(PluginL2AdapterConfig(**PLUGIN, adapter_params=params)),
-            "fs": create_l2_adapter(FSL2AdapterConfig(str(path / "fs"))),
-        }
+        adapters = {"fs": create_l2_adapter(FSL2AdapterConfig(str(path / "fs")))}
+        for name, is_cached in (("kvcache", False), ("page_cache", True)):
+            params = {"kind": "disk", "path": str(path / name), "capacity": "1GiB"}
+            params["advanced"] = {"page_cache": is_cached}
+            adapters[name] = create_l2_adapter(PluginL2AdapterConfig(**PLUGIN, adapter_params=params))
         for adapter in adapters.values():
             adapter.set_backend_identity("bench")
         base = 0
@@ -61,7 +61,8 @@ def main():
                 for number in range(ROUNDS):
                     rng = np.random.default_rng(base)
                     arrays = [rng.integers(0, 256, num_bytes, np.uint8) for _ in range(TOTAL_BYTES // num_bytes)]
-                    for name in sorted(adapters, reverse=number % 2 == 1):
+                    names = sorted(adapters)
+                    for name in names[number % 3 :] + names[: number % 3]:
                         figures[name].append(rates(adapters[name], arrays, base, has_sync))
                     base += len(arrays)
                 row = {"KiB": num_bytes >> 10, "sync": has_sync}

@@ -20,14 +20,14 @@ BLOCK_BYTES = 4096
 NUM_HOST = 64
 
 
-@pytest.mark.parametrize("block_bytes", [512, 4096, 5000, 12288, 1 << 20, "unaligned"])
+@pytest.mark.parametrize("block_bytes", [512, 4096, 5000, 12288, 1 << 20, "unaligned", "page_cache"])
 def test_blocks_come_back_as_they_were(bench, block_bytes):
-    options = {"block_bytes": block_bytes}
+    options = {block_bytes: True} if block_bytes == "page_cache" else {"block_bytes": block_bytes}
     if block_bytes == "unaligned":
         flat = np.zeros(NUM_HOST * BLOCK_BYTES + 1, np.uint8)
         options = {"host_blocks": flat[1:].reshape(NUM_HOST, BLOCK_BYTES)}
     tier = bench.open(**options)
-    assert not (tier.is_direct and block_bytes == "unaligned")
+    assert not (tier.is_direct and block_bytes in ("unaligned", "page_cache"))
     keys = bench.keys(*range(10))
     assert store(tier, keys).done == keys
     assert tier.lookup([*keys, b"absent"]) == 10

@@ -29,10 +29,12 @@ _MOST_TRIES = 100
 class BlockStore:
     """The slot table and the data file of an open directory, which is closed with the store.
 
-    The data file is read and written past the page cache (`is_direct`) if the file system allows.
+    The data file is read and written past the page cache (`is_direct`) if the file system allows, unless `page_cache`.
     """
 
-    def __init__(self, directory: TierDirectory, host_blocks: HostBlocks, read_only: bool) -> None:
+    def __init__(
+        self, directory: TierDirectory, host_blocks: HostBlocks, read_only: bool, page_cache: bool = False
+    ) -> None:
         self.directory = directory
         self._read_only = read_only
         self._block_bytes = directory.header.block_bytes
@@ -43,7 +45,8 @@ class BlockStore:
             flags = os.O_RDONLY if read_only else os.O_RDWR
             # Each piece of each transfer is a multiple of the lowest bit that is set in any of them.
             mixed: int = host_blocks.ctypes.data | host_blocks.strides[0] | self._block_bytes
-            direct_fd = _open_direct(directory, flags, self._block_bytes, mixed & -mixed)
+            granule = 0 if page_cache else mixed & -mixed
+            direct_fd = _open_direct(directory, flags, self._block_bytes, granule)
             self.is_direct = direct_fd is not None
             self.fd = directory.open_file(DATA, flags) if direct_fd is None else direct_fd
             undo.pop_all()

@@ -78,6 +78,9 @@ class DiskOptions(Options):
     preallocate: bool = option(
         parse_flag, True, when="the tier must not take its whole capacity at its start", advanced=True
     )
+    page_cache: bool = option(
+        parse_flag, False, when="free memory of the host is to serve recent blocks faster than the disk", advanced=True
+    )
     open_timeout_s: float = option(
         parse_duration, 10.0, when="the engine's start must wait longer, or shorter, for the directory", advanced=True
     )
@@ -135,6 +138,7 @@ class DiskTier(JobTier):
         self._header = Header.fresh(block_bytes, num_slots_within(values.capacity, block_bytes), plain)
         self._is_read_only = values.read_only
         self._preallocate = values.preallocate
+        self._has_page_cache = values.page_cache
         # Consecutive slots move in one call only if no padding lies between two blocks.
         is_packed = self._header.slot_bytes == block_bytes
         max_run_blocks = max(1, min(MAX_RUN_BLOCKS, values.max_io_bytes // block_bytes)) if is_packed else 1
@@ -303,7 +307,7 @@ class DiskTier(JobTier):
         undo.callback(directory.close)
         if self._preallocate and not self._is_read_only:
             directory.allocate()
-        store = BlockStore(directory, self.host_rows, self._is_read_only)
+        store = BlockStore(directory, self.host_rows, self._is_read_only, self._has_page_cache)
         undo.callback(store.close)
         keys, slots, seqs, times = store.table.load()
         undo.pop_all()
