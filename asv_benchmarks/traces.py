@@ -6,11 +6,11 @@ The trace is not part of the project. Without it the benchmarks run on chats and
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from kvcache import ReqContext
+from kvcache import ReqContext, make_offload_key
 from kvcache.lab.traces.keys import KeyMaker
 from kvcache.lab.traces.requests import Request
 
@@ -59,3 +59,37 @@ def serve(manager: Any, keys: list[bytes]) -> int:
 def replay(manager: Any, keys_of_requests: list[list[bytes]]) -> int:
     """Take every request through a scheduler's calls, and return the prefix hits."""
     return sum(serve(manager, keys) for keys in keys_of_requests)
+
+
+def serve_groups(manager: Any, positions: list[bytes], windows: list[int], step: int, timed: Callable[..., Any]) -> int:
+    """Take a request of several KV-cache groups, the first without a window, through a scheduler's calls.
+
+    `timed` is given each call and its arguments. Each store offers `step` positions. Return the number of keys.
+    """
+    context = ReqContext()
+    groups = [[make_offload_key(key[:-4], group) for key in positions] for group in range(1 + len(windows))]
+    for keys in groups:
+        for i, key in enumerate(keys, 1):
+            context.set_offload_key_position(key, 512 * i)
+    anchors, *windowed = groups
+
+    def keys_of_set(end: int) -> list[bytes]:
+        return [key for keys, window in zip(windowed, windows, strict=True) for key in keys[max(end - window, 0) : end]]
+
+    full = timed(manager.lookup, anchors, context)
+    hit = next(end for end in range(full, -1, -1) if manager.lookup(keys := keys_of_set(end)) == len(keys))
+    timed(manager.touch, anchors, context)
+    if hit:
+        timed(manager.prepare_load, anchors[:hit] + keys_of_set(hit), context)
+        timed(manager.complete_load, anchors[:hit] + keys_of_set(hit), context)
+    offered = {key for end in (full, len(anchors)) if end > hit for key in keys_of_set(end)}
+    for first in range(hit, len(anchors), step):
+        last = first + step
+        keys = anchors[first:last] + [
+            key for keys in windowed for key in keys[max(first - 1, 0) : last] if key in offered
+        ]
+        output = timed(manager.prepare_store, keys, context)
+        if output is not None:
+            timed(manager.complete_store, output.keys_to_store, context)
+    timed(manager.on_request_finished, context)
+    return len(anchors) + len(offered)

@@ -27,7 +27,6 @@ cdef struct Queue:
 cdef struct Group:
     int32_t length          # keys of the request
     int32_t num_known       # 0: free
-    int32_t num_listed      # resident members in its list; maintained by the policy
     int32_t cohort
     int32_t[NUM_QUEUES] prev    # in the cohort's queues; free: the next free one
     int32_t[NUM_QUEUES] next
@@ -98,10 +97,6 @@ cdef inline void add_known(AgedGroups aged, int32_t group, int32_t n) noexcept n
     if n != 0:
         aged.groups[group].num_known += n
         aged.cohorts[aged.groups[group].cohort].num_known += n
-
-
-cdef inline void count_listed(AgedGroups aged, int32_t group, int32_t n) noexcept nogil:
-    aged.groups[group].num_listed += n
 
 
 cdef inline void leave_group(AgedGroups aged, int32_t group, int32_t n) noexcept nogil:

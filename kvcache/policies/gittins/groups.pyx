@@ -117,7 +117,7 @@ cdef class AgedGroups:
         self.last_number += 1
         made.number = self.last_number
         made.length = length
-        made.num_known = made.num_listed = 0
+        made.num_known = 0
         made.tail = 0
         made.cohort = cohort
         queue = &self.cohorts[cohort].groups[ALL]

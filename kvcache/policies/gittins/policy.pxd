@@ -13,10 +13,9 @@ cdef enum:
 cdef enum:
     # The lists of the table.
     GROUPED = 0
-    PASSING = 1
-    QUEUED = 2                  # with several KV-cache groups: blocks that leave first,
-    WINDOWED = 3                # and needed blocks of groups with a window
-    NUM_LISTS = 4
+    QUEUED = 1                  # blocks that leave first, oldest first
+    WINDOWED = 2                # with several KV-cache groups: needed blocks of groups with a window
+    NUM_LISTS = 3
 
 # A group that a request has made, and its serial then. Another serial: the group was freed.
 cdef struct MadeGroup:
@@ -75,8 +74,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef int64_t start_ms
     cdef uint64_t era
     cdef public bint stores_all
-    cdef int32_t passing_first          # passing rows, oldest first; 0: none
-    cdef int32_t passing_last
+    cdef int32_t queue_first          # keys that leave first, oldest first; 0: none
+    cdef int32_t queue_last
     cdef Py_ssize_t num_grouped         # the first `num_grouped` keys that `on_offer` accepted enter their groups
     cdef readonly uint64_t touches
     cdef readonly uint64_t num_passed           # groups skipped because of a protected tail, since the start
@@ -146,7 +145,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_move, bint is_whole,
         int32_t* victims) noexcept nogil
     @cython.final
-    cdef Py_ssize_t _choose_passing(
+    cdef Py_ssize_t _choose_queued(
         self, RequestKeys names, Py_ssize_t n, bint is_whole, int32_t* victims) noexcept nogil
     @cython.final
     cdef Py_ssize_t _choose(

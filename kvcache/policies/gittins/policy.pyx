@@ -15,7 +15,7 @@ from kvcache.core.policy_adapter cimport PolicyAdapter
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport NORMAL, BlockTable, count_rows, may_leave, ref_of
 from kvcache.policies.gittins.groups cimport (
-    HOLDERS, AgedGroups, Cohort, Group, add_known, class_of, count_listed, leave_group, lowest_bit, reserve_groups,
+    HOLDERS, AgedGroups, Cohort, Group, add_known, class_of, leave_group, lowest_bit, reserve_groups,
 )
 from kvcache.policies.gittins.values cimport (
     CLASSES_PER_HINT, FIRST_SHARED, NUM_BINS, NUM_SHARED, ValueTable, count_hits,
@@ -34,7 +34,7 @@ cdef enum:
     SPARE_KEYS = 4096           # two keys per key of the longest request, and one in SPARE_SHARE of the capacity,
     SPARE_SHARE = 2             # may be remembered for a while: growing the memory would take milliseconds
     AHEAD = 8                   # ghosts prefetched ahead of their use
-    PASSING_SHARE = 20          # one in so many blocks may be passing
+    QUEUED_SHARE = 20           # above a tier, one in so many blocks may be queued
 
 
 cdef class GittinsCachePolicy(PolicyAdapter):
@@ -128,7 +128,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.memory.clear()
         self.values.clear()
         self.aged.clear()
-        self.passing_first = self.passing_last = 0
+        self.queue_first = self.queue_last = 0
         self.start_ms = -1
         self.era += 1
         self.touches = 0
@@ -158,16 +158,14 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         return <Place*> &self.table.rows[row].stamp
 
     cdef inline void _append(self, Label label, int32_t row, int32_t list_idx) noexcept nogil:
-        """Append a row to its group, or to the passing rows."""
-        cdef int32_t* tail = &self.passing_last if list_idx == PASSING else &self.aged.groups[group_in(label)].tail
+        """Append a row to its group, or to the queue."""
+        cdef int32_t* tail = &self.queue_last if list_idx == QUEUED else &self.aged.groups[group_in(label)].tail
         if tail[0] != 0:
             self.table.rows[tail[0]].next = row
-        elif list_idx == PASSING:
-            self.passing_first = row
+        elif list_idx == QUEUED:
+            self.queue_first = row
         else:
             self.aged.link_holder(group_in(label))
-        if list_idx == GROUPED:
-            count_listed(self.aged, group_in(label), 1)
         self._place_of(row).label = label
         self.table.rows[row].list_idx = list_idx
         self.table.rows[row].prev = tail[0]
@@ -175,7 +173,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         tail[0] = row
 
     cdef inline void _unlink(self, int32_t row) noexcept nogil:
-        """Remove a row from its group, or from the passing rows."""
+        """Remove a row from its group, or from the queue."""
         cdef int32_t prev = self.table.rows[row].prev
         cdef int32_t next = self.table.rows[row].next
         cdef int32_t group
@@ -183,15 +181,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self.table.rows[prev].next = next
         if next != 0:
             self.table.rows[next].prev = prev
-        if self.table.rows[row].list_idx == PASSING:
+        if self.table.rows[row].list_idx == QUEUED:
             if prev == 0:
-                self.passing_first = next
+                self.queue_first = next
             if next == 0:
-                self.passing_last = prev
-            return
-        group = group_in(self._place_of(row).label)
-        count_listed(self.aged, group, -1)
-        if next == 0:
+                self.queue_last = prev
+        elif next == 0:
+            group = group_in(self._place_of(row).label)
             if prev == 0:
                 self.aged.unlink_holder(group)
             self.aged.groups[group].tail = prev
@@ -297,7 +293,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t cls
         cdef int sharing, num_widened = 0 if state.continues else self._num_widened()
         cdef bint splits = self.values.splits_shared and request.next_use == 0
-        cdef int64_t lowest = self._lowest_value() if self.passing_first != 0 else 0
+        cdef int64_t lowest = self._lowest_value() if self.queue_first != 0 else 0
         cdef Leaving leaving
         cdef Joining joining
         cdef MadeGroup[NUM_SHARED] shared
@@ -327,7 +323,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef inline Label _leave(self, int32_t row, int32_t ghost, Leaving* leaving) noexcept nogil:
         """Take a used key out of its group, and return its label, or 0 if it is unknown."""
         cdef Label label = self._label_of(row, ghost)
-        # A passing row is not linked in its group. It stays where it is, for now.
+        # A queued row is not linked in its group. It stays where it is, for now.
         if row != 0 and self.table.rows[row].list_idx == GROUPED:
             self._unlink(row)
         if label != 0:
@@ -349,13 +345,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         joining.num_keys += 1
 
     cdef inline void _label_row(self, int32_t row, Label label, int64_t lowest) noexcept nogil:
-        """Append a used row to its new group. A passing row leaves the share if it is worth more than `lowest`."""
+        """Append a used row to its new group. A queued row leaves the queue if it is worth more than `lowest`."""
         if self.table.rows[row].list_idx == GROUPED:
             self._append(label, row, GROUPED)
         elif self.values.value[class_of(self.aged, group_in(label)) * NUM_BINS] > lowest:
             self._unlink(row)
             self._append(label, row, GROUPED)
-            count_rows(self.table, PASSING, -1)
+            count_rows(self.table, QUEUED, -1)
             count_rows(self.table, GROUPED, 1)
         else:
             self._place_of(row).label = label
@@ -507,27 +503,27 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     ) noexcept nogil:
         """Select up to `n` victims, whatever the values of the waiting keys. Return their number.
 
-        Keys worth more than a grouped block replace it. The other keys become passing, as do all keys of a move.
+        Keys worth more than a grouped block replace it. The other keys are queued, as are all keys of a move.
         """
-        cdef Py_ssize_t share = max(1, self.table.cache_capacity // PASSING_SHARE)
-        cdef Py_ssize_t num_over = self.table.num_in_list[PASSING] - share
-        cdef Py_ssize_t got = self._choose_passing(names, min(n, num_over), is_whole, victims)
+        cdef Py_ssize_t share = max(1, self.table.cache_capacity // QUEUED_SHARE)
+        cdef Py_ssize_t num_over = self.table.num_in_list[QUEUED] - share
+        cdef Py_ssize_t got = self._choose_queued(names, min(n, num_over), is_whole, victims)
         if not is_move:
             if got < n:
                 got += self._choose(names, waiting + got, n - got, is_whole, True, victims + got)
             self.num_grouped += got - n
-        num_over = self.table.num_in_list[PASSING] + n - got - share
-        got += self._choose_passing(names, min(n - got, num_over), is_whole, victims + got)
+        num_over = self.table.num_in_list[QUEUED] + n - got - share
+        got += self._choose_queued(names, min(n - got, num_over), is_whole, victims + got)
         if got < n:
             got += self._choose(names, waiting, n - got, is_whole, False, victims + got)
-        return got + self._choose_passing(names, n - got, is_whole, victims + got)
+        return got + self._choose_queued(names, n - got, is_whole, victims + got)
 
-    cdef Py_ssize_t _choose_passing(
+    cdef Py_ssize_t _choose_queued(
         self, RequestKeys names, Py_ssize_t n, bint is_whole, int32_t* victims
     ) noexcept nogil:
-        """Select up to `n` passing victims, oldest first. Return their number."""
+        """Select up to `n` queued victims, oldest first. Return their number."""
         cdef Py_ssize_t got = 0
-        cdef int32_t row, next = self.passing_first
+        cdef int32_t row, next = self.queue_first
         while next != 0 and got < n:
             row = next
             next = self.table.rows[row].next
@@ -673,8 +669,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         count_rows(self.table, GROUPED, min(n, self.num_grouped))
         # The tail of a prompt is evicted before its head.
         for i in range(n - 1, self.num_grouped - 1, -1):
-            self._append(self._place_of(rows[i]).label, rows[i], PASSING)
-            count_rows(self.table, PASSING, 1)
+            self._append(self._place_of(rows[i]).label, rows[i], QUEUED)
+            count_rows(self.table, QUEUED, 1)
         self._trim()
 
     cdef inline void _set_parent(self, int32_t row, int32_t parent) noexcept nogil:
@@ -739,12 +735,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef Py_ssize_t num_resident = 0
         known = {}
         kids = {}
-        # Group 0 stands for the passing rows.
+        # Group 0 stands for the queue.
         self.values.check()
         self.aged.check(known)
         self.check_ghosts(self.memory)
         for group in [0, *known]:
-            row = self.passing_last if group == 0 else self.aged.groups[group].tail
+            row = self.queue_last if group == 0 else self.aged.groups[group].tail
             first = 0
             if row != 0 and rows[row].next != 0:
                 raise BlockStateError(f"invariant broken: group {group} goes on behind its tail")
@@ -752,7 +748,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 num_resident += 1
                 label = self._place_of(row).label
                 if rows[row].key == NULL or (
-                        rows[row].list_idx != PASSING if group == 0 else group_in(label) != group):
+                        rows[row].list_idx != QUEUED if group == 0 else group_in(label) != group):
                     raise BlockStateError(f"invariant broken: row {row} is not of group {group}")
                 if label != 0:
                     known[group_in(label)] -= 1
@@ -762,8 +758,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                     kids[self.members[row].parent_tag] = kids.get(self.members[row].parent_tag, 0) + 1
                 first = row
                 row = rows[row].prev
-            if group == 0 and first != self.passing_first:
-                raise BlockStateError(f"invariant broken: the oldest passing row is {first}, not {self.passing_first}")
+            if group == 0 and first != self.queue_first:
+                raise BlockStateError(f"invariant broken: the oldest queued row is {first}, not {self.queue_first}")
         num_resident += self._check_unlisted(known, kids)
         if num_resident != self.table.num_resident:
             raise BlockStateError(
