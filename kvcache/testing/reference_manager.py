@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,6 +34,7 @@ class ReferenceManager(OffloadingManager):
         As for `CPUOffloadingManager`. The policy is a name in `REFERENCE_POLICIES`, or a class.
     """
 
+    medium = CPULoadStoreSpec.medium()
     falls_per_call = 256
 
     def __init__(
@@ -46,40 +48,33 @@ class ReferenceManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = block_size
-        self.medium = CPULoadStoreSpec.medium()
         self.num_blocks = num_blocks
-        self.policy_class = REFERENCE_POLICIES[cache_policy] if isinstance(cache_policy, str) else cache_policy
-        self.store_threshold = store_threshold
-        self.max_tracker_size = max_tracker_size
+        policy_class = REFERENCE_POLICIES[cache_policy] if isinstance(cache_policy, str) else cache_policy
+        self.policy = policy_class(num_blocks)
+        self.make_gate = partial(ReferenceGate, store_threshold, max_tracker_size)
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.clock = clock
-        self.max_raised: int | None = None  # None: retention hints are ignored
+        self.retained = Retained(clock, None)
         self.start_s: float | None = None
-        self.now_ms = 0
         self.counts: Counter[str] = Counter()
-        # Keys that each request has named, in the order first seen: counted once, ordered at the request's end.
-        self.named: WeakKeyDictionary[ReqContext, RequestUses] = WeakKeyDictionary()
-        self.ended: WeakKeyDictionary[ReqContext, RequestUses] = WeakKeyDictionary()
-        # Hints of next use that a request received after it began.
-        self.hinted: WeakKeyDictionary[ReqContext, str] = WeakKeyDictionary()
+        self.requests = Requests()
         self.reset_cache()
 
     def reset_cache(self, version: str | int | None = None) -> None:
-        self.named.clear()
-        self.ended.clear()
-        self.policy = self.policy_class(self.num_blocks)
-        if self.policy.reads_clock:
-            self.policy.now_ms = self.now_ms  # type: ignore[attr-defined]
+        self.requests.named.clear()
+        self.requests.ended.clear()
+        policy = type(self.policy)(self.num_blocks)
+        if policy.reads_clock:
+            policy.now_ms = self.policy.now_ms  # type: ignore[attr-defined]
+        self.policy = policy
         if self.events is not None:
             self.events.clear()
-        self.gate = ReferenceGate(self.store_threshold, self.max_tracker_size)
+        self.gate = self.make_gate()
         self.blocks: dict[bytes, BlockStatus] = {}
         self.in_use: set[bytes] = set()  # being written or read: not evictable
-        self.num_fresh_used = 0
+        self.unused_slots = iter(range(self.num_blocks))
         self.freed: list[int] = []
-        self.priorities: dict[bytes, int] = {}
-        # Deadlines of raised blocks (seconds; infinity: no TTL), in the order in which they were set.
-        self.ends: dict[bytes, float] = {}
+        self.retained = Retained(self.clock, self.retained.max_raised)
 
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int:
         _check_context(req_context)
@@ -157,7 +152,7 @@ class ReferenceManager(OffloadingManager):
         self.counts.update(gated_blocks=len(absent) - len(to_store), needed_blocks=len(absent))
         output = self._replace(victims, to_store)
         retention = self._retention_of(req_context)
-        self.priorities.update(dict.fromkeys(to_store, min(retention.priority_class, NORMAL)))
+        self.retained.priorities.update(dict.fromkeys(to_store, min(retention.priority_class, NORMAL)))
         if req_context is not None:
             self._retain(keys, retention)
         return output
@@ -166,7 +161,7 @@ class ReferenceManager(OffloadingManager):
         self, keys: list[bytes], absent: list[bytes], to_store: list[bytes], req_context: ReqContext | None
     ) -> PrepareStoreOutput:
         self._count_uses(keys, req_context)
-        request = None if req_context is None else self.named.get(req_context)
+        request = None if req_context is None else self.requests.named.get(req_context)
         num_taken, victims = self.policy.make_room(to_store, self._num_free(), keys, request)
         assert len(victims) == max(0, num_taken - self._num_free()), "exactly as many leave as are needed"
         self.counts.update(gated_blocks=len(absent) - num_taken, declined_blocks=len(to_store) - num_taken)
@@ -213,12 +208,12 @@ class ReferenceManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._let_time_pass()
-        request = self.named.pop(req_context, None)
+        request = self.requests.named.pop(req_context, None)
         in_prefix_order = self._in_prefix_order(req_context, request)
         retention = self._retention_of(req_context)
         if request is not None and in_prefix_order:
-            self.ended[req_context] = request
-        self.hinted.pop(req_context, None)
+            self.requests.ended[req_context] = request
+        self.requests.hinted.pop(req_context, None)
         self.policy.order(in_prefix_order)
         if retention.priority_class > NORMAL:
             self._retain(in_prefix_order, retention)
@@ -230,33 +225,33 @@ class ReferenceManager(OffloadingManager):
         if self.policy.reads_clock:
             self._set_time()
         self.policy.hint(keys, next_use)
-        if self.max_raised is None:
+        if self.retained.max_raised is None:
             return
         said = Retention(next_use=next_use)
         for key in reversed(keys):
-            if self.priorities.get(key, HIGHEST) > 1:
+            if self.retained.priorities.get(key, HIGHEST) > 1:
                 continue
             if said.priority_class > NORMAL:
-                self._raise(key, said.priority_class, self._end_of(said))
+                self.retained.raise_to(key, said.priority_class, self.retained.end_of(said))
             else:
-                self.priorities[key] = said.priority_class
-                self.ends.pop(key, None)
-        self._crowd_out()
+                self.retained.priorities[key] = said.priority_class
+                self.retained.ends.pop(key, None)
+        self.retained.crowd_out()
 
     def _hinted_keys(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> list[bytes]:
         """Return the keys of a hint in prefix order, and store the hint for later uses by the request."""
         if not isinstance(request_or_keys, ReqContext):
             return checked_keys(request_or_keys)
-        running = self.named.get(request_or_keys)
-        if (running is None or not running.keys) and request_or_keys in self.ended:
-            return self._in_prefix_order(request_or_keys, self.ended[request_or_keys])
-        self.hinted[request_or_keys] = next_use
+        running = self.requests.named.get(request_or_keys)
+        if (running is None or not running.keys) and request_or_keys in self.requests.ended:
+            return self._in_prefix_order(request_or_keys, self.requests.ended[request_or_keys])
+        self.requests.hinted[request_or_keys] = next_use
         if running is not None:
             running.next_use = next_use
         return self._in_prefix_order(request_or_keys, running)
 
     def stats(self) -> ManagerStats:
-        self.counts["retained_blocks"] = len(self.ends)
+        self.counts["retained_blocks"] = len(self.retained.ends)
         num_pending = sum(not self.blocks[key].is_ready for key in self.in_use)
         counters = {
             field.name: self.counts[field.name] for field in fields(ManagerStats) if not field.name.startswith("num_")
@@ -273,8 +268,8 @@ class ReferenceManager(OffloadingManager):
         if req_context is None:
             return 0
         retention = req_context.retention
-        next_use = self.hinted.get(req_context, None if retention is None else retention.next_use)
-        named = self.named.setdefault(req_context, RequestUses(next_use))
+        next_use = self.requests.hinted.get(req_context, None if retention is None else retention.next_use)
+        named = self.requests.named.setdefault(req_context, RequestUses(next_use))
         named.positions = req_context.positions
         named.read_positions()
         unseen = [key for key in dict.fromkeys(keys) if key not in named.keys]
@@ -288,7 +283,8 @@ class ReferenceManager(OffloadingManager):
         if isinstance(keys, Iterable) and not isinstance(keys, bytes | str):
             keys = list(keys)
             self._let_time_pass()
-            is_begun = req_context is not None and req_context in self.named and len(self.named[req_context].keys) > 0
+            named = None if req_context is None else self.requests.named.get(req_context)
+            is_begun = named is not None and len(named.keys) > 0
             if self.policy.reads_clock and not is_begun:
                 self._set_time()
         return checked_keys(keys)
@@ -297,66 +293,39 @@ class ReferenceManager(OffloadingManager):
         now_s = self.clock()
         if self.start_s is None:
             self.start_s = now_s
-        self.now_ms = round((now_s - self.start_s) * 1e9) // 1_000_000
-        self.policy.now_ms = self.now_ms  # type: ignore[attr-defined]
+        self.policy.now_ms = round((now_s - self.start_s) * 1e9) // 1_000_000  # type: ignore[attr-defined]
 
     def _retention_of(self, req_context: ReqContext | None) -> Retention:
-        if req_context is None or self.max_raised is None:
+        if req_context is None or self.retained.max_raised is None:
             return Retention()
         retention = req_context.retention or Retention()
-        next_use = self.hinted.get(req_context)
+        next_use = self.requests.hinted.get(req_context)
         return retention if next_use is None or retention.priority_class > 1 else Retention(next_use=next_use)
 
-    def _end_of(self, retention: Retention) -> float:
-        return self.clock() + retention.ttl_ns / 1e9 if retention.ttl_ns else float("inf")
-
     def _retain(self, keys: Iterable[bytes], retention: Retention) -> None:
-        end = self._end_of(retention)
+        end = self.retained.end_of(retention)
         # The head last: blocks with equal deadlines expire in the order in which the deadlines were set.
         for key in reversed(list(dict.fromkeys(keys))):
-            self._raise(key, retention.priority_class, end)
-        self._crowd_out()
-
-    def _raise(self, key: bytes, priority: int, end: float) -> None:
-        if key not in self.priorities or priority < self.priorities[key]:
-            return
-        if priority > self.priorities[key] or end >= self.ends.get(key, 0):
-            self.priorities[key] = priority
-            self.ends.pop(key, None)
-            if priority > NORMAL:
-                self.ends[key] = end
-
-    def _crowd_out(self) -> None:
-        while len(self.ends) > (self.max_raised or 0):
-            self._fall(self._nearest())
+            self.retained.raise_to(key, retention.priority_class, end)
+        self.retained.crowd_out()
 
     def _let_time_pass(self) -> None:
-        num_left = self.falls_per_call
-        while self.ends and num_left and self.ends[self._nearest()] <= self.clock():
-            self._fall(self._nearest())
-            num_left -= 1
-
-    def _nearest(self) -> bytes:
-        return min(self.ends, key=self.ends.__getitem__)
-
-    def _fall(self, key: bytes) -> None:
-        self.priorities[key] = NORMAL
-        del self.ends[key]
+        self.retained.let_fall(self.falls_per_call)
 
     def _free(self, key: bytes) -> None:
         self.freed.append(self.blocks.pop(key).block_id)
-        self.priorities.pop(key, None)
-        self.ends.pop(key, None)
+        self.retained.priorities.pop(key, None)
+        self.retained.ends.pop(key, None)
 
     def _evict(self, n: int, protected: Container[bytes]) -> list[tuple[bytes, BlockStatus]] | None:
-        if self.max_raised is None:
+        if self.retained.max_raised is None:
             return self.policy.evict(n, protected)
         victims: list[tuple[bytes, BlockStatus]] = []
         for priority in range(ONE_SHOT, HIGHEST + 1):
             others = {
                 key
                 for key, block in self.blocks.items()
-                if self.priorities[key] != priority or block.ref_cnt or key in protected
+                if self.retained.priorities[key] != priority or block.ref_cnt or key in protected
             }
             num_evictable = len(self.blocks) - len(others)
             victims += self.policy.evict(min(n - len(victims), num_evictable), others) or []
@@ -377,10 +346,8 @@ class ReferenceManager(OffloadingManager):
         return self.num_blocks - len(self.blocks)
 
     def _next_id(self) -> int:
-        if self.num_fresh_used == self.num_blocks:
-            return self.freed.pop()
-        self.num_fresh_used += 1
-        return self.num_fresh_used - 1
+        slot = next(self.unused_slots, None)
+        return self.freed.pop() if slot is None else slot
 
     def _spec(self, keys: Iterable[bytes]) -> CPULoadStoreSpec:
         return CPULoadStoreSpec([self.blocks[key].block_id for key in keys])
@@ -403,7 +370,57 @@ class RetainingReferenceManager(ReferenceManager):
 
     def __init__(self, *arguments: Any, retention_share: float = 0.5, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.max_raised = int(retention_share * self.num_blocks)
+        self.retained.max_raised = int(retention_share * self.num_blocks)
+
+
+class Requests:
+    """What requests have said and used."""
+
+    def __init__(self) -> None:
+        # Keys that each request has named, in the order first seen: counted once, ordered at the request's end.
+        self.named: WeakKeyDictionary[ReqContext, RequestUses] = WeakKeyDictionary()
+        self.ended: WeakKeyDictionary[ReqContext, RequestUses] = WeakKeyDictionary()
+        # Hints of next use that a request received after it began.
+        self.hinted: WeakKeyDictionary[ReqContext, str] = WeakKeyDictionary()
+
+
+class Retained:
+    """Priorities of blocks, and when raised ones end. With `max_raised` None, retention hints are ignored."""
+
+    def __init__(self, clock: Callable[[], float], max_raised: int | None) -> None:
+        self.clock = clock
+        self.max_raised = max_raised
+        self.priorities: dict[bytes, int] = {}
+        # Deadlines of raised blocks (seconds; infinity: no TTL), in the order in which they were set.
+        self.ends: dict[bytes, float] = {}
+
+    def end_of(self, retention: Retention) -> float:
+        return self.clock() + retention.ttl_ns / 1e9 if retention.ttl_ns else float("inf")
+
+    def raise_to(self, key: bytes, priority: int, end: float) -> None:
+        if key not in self.priorities or priority < self.priorities[key]:
+            return
+        if priority > self.priorities[key] or end >= self.ends.get(key, 0):
+            self.priorities[key] = priority
+            self.ends.pop(key, None)
+            if priority > NORMAL:
+                self.ends[key] = end
+
+    def crowd_out(self) -> None:
+        while len(self.ends) > (self.max_raised or 0):
+            self._fall(self._nearest())
+
+    def let_fall(self, limit: int) -> None:
+        while self.ends and limit and self.ends[self._nearest()] <= self.clock():
+            self._fall(self._nearest())
+            limit -= 1
+
+    def _nearest(self) -> bytes:
+        return min(self.ends, key=self.ends.__getitem__)
+
+    def _fall(self, key: bytes) -> None:
+        self.priorities[key] = NORMAL
+        del self.ends[key]
 
 
 def checked_keys(keys: Iterable[bytes]) -> list[bytes]:
