@@ -52,6 +52,7 @@ class CPUCopyHandler(OffloadingHandler):
                 host.block_ids,
                 self._geometry.is_lost(),
             )
+            self._geometry.pool.note_use(host.block_ids)
         return True
 
     def get_finished(self) -> list[TransferResult]:

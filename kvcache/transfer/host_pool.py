@@ -1,8 +1,9 @@
 """The pool of blocks in host memory: allocated once, and pinned if there is an accelerator.
 
-Touching every page keeps page faults out of copies. Touching and pinning hundreds of GB takes minutes, so a pool serves
-as soon as its first piece is ready, and a thread prepares the others. Every block can be copied from the start: a copy
-of memory that is not pinned yet is slower, but correct. So no manager needs to know which blocks are ready.
+Touching pages keeps page faults out of copies. Touching and pinning hundreds of GB takes minutes, so a pool serves as
+soon as its first piece is ready, and a thread prepares the others: all if they are pinned, and otherwise a piece ahead
+of the blocks in use, so that memory grows with use. Every block can be copied from the start: a copy of memory that is
+not prepared yet is slower, but correct. So no manager needs to know which blocks are ready.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, repeat
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _HUGE_PAGE_BYTES = 2 << 20
 _PART_BYTES = 16 << 20
+_START_BYTES = 64 << 20
+"""Touched at the start of a pool that grows with use."""
 _MADV_POPULATE_WRITE = 23
 _LIBC = ctypes.CDLL(None)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -59,7 +62,8 @@ class HostPool:
     align_bytes : int
         Every block starts at a multiple of it; with 4096, direct I/O can write blocks to disk.
     num_threads : int, optional
-        Threads that touch the first piece; None: one per CPU of this process, at most 16. One thread touches the rest.
+        Threads that touch the first piece; None: one per CPU of this process, at most 16. One thread touches the rest,
+        without pins not before blocks near them are copied (`note_use`).
     progress : callable, optional
         Called after each piece that is touched or pinned, for later pieces in the background thread.
     device : torch.device, optional
@@ -100,6 +104,8 @@ class HostPool:
     pinned_bytes = 0
     pin_failures = 0
     _preparation: Background | None = None
+    _wanted_bytes = 0
+    _progress: Progress | None = None
 
     def __init__(
         self,
@@ -140,35 +146,63 @@ class HostPool:
         self.device = None if device is None or device.type == "cpu" else device
         self._node = None if self.device is None else numa.device_node(self.device)
         self._is_ready = threading.Event()
+        self._lock = threading.Lock()
         pins = self.device is not None if pin is None else pin
         first_bytes = self.num_bytes if pins and not pinning.can_lock_beside_captures(self.device) else self.piece_bytes
+        first_bytes = first_bytes if pins else min(first_bytes, _START_BYTES)
         num_threads = min(16, len(os.sched_getaffinity(0))) if num_threads is None else num_threads
         with ThreadPoolExecutor(num_threads, initializer=numa.run_on_node, initargs=(self._node,)) as threads:
             self._touch(first_bytes, progress, threads.map)
         if pins:
             self.pin(progress, first_bytes)
+        self._pins, self._progress = pins, progress
         _LOG.info("%s", self.describe())
         if self.touched_bytes == self.num_bytes:
             self._is_ready.set()
-        else:
-            # The thread must not run C code while the process ends.
-            atexit.register(self._stop_preparing)
-            self._preparation = Background("host-pool", lambda stopping: self._prepare_rest(stopping, pins, progress))
+        self._want(self.num_bytes if pins else self.touched_bytes)
 
-    def _prepare_rest(self, stopping: threading.Event, pins: bool, progress: Progress | None) -> None:
-        """Touch and pin all pieces but the first; run by the background thread."""
+    def note_use(self, block_ids: npt.NDArray[Any]) -> None:
+        """Touch the memory up to a piece behind the blocks in use in the background, if that has not been done.
+
+        Parameters
+        ----------
+        block_ids : numpy.ndarray of int64
+            Blocks that are being copied.
+        """
+        if self._wanted_bytes < self.num_bytes and len(block_ids):
+            self._want((int(block_ids.max()) + 1) * self.stride_bytes + self.piece_bytes)
+
+    def _want(self, end: int) -> None:
+        """Have the memory before byte `end` prepared: by the running thread, or by a new one."""
+        with self._lock:
+            self._wanted_bytes = max(self._wanted_bytes, min(end, self.num_bytes))
+            if self._preparation is None and self.touched_bytes < self._wanted_bytes and not self._is_ready.is_set():
+                # The thread must not run C code while the process ends.
+                atexit.register(self._stop_preparing)
+                self._preparation = Background("host-pool", self._prepare_rest)
+
+    def _prepare_rest(self, stopping: threading.Event) -> None:
+        """Touch and pin the pieces up to the wanted byte; run by the background thread."""
         started_s = time.monotonic()
         numa.run_on_node(self._node)
         try:
-            while self.touched_bytes < self.num_bytes and not stopping.is_set():
+            while not (stopping.is_set() or self._has_prepared()):
                 end = self.touched_bytes + self.piece_bytes
-                self._touch(end, progress)
-                if pins and not self.pin_failures:
-                    self.pin(progress, end)
+                self._touch(end, self._progress)
+                if self._pins and not self.pin_failures:
+                    self.pin(self._progress, end)
             _LOG.info("%s, in %.1f s beside the engine", self.describe(), time.monotonic() - started_s)
         finally:
-            self._is_ready.set()
+            if stopping.is_set() or self._wanted_bytes == self.num_bytes:
+                self._is_ready.set()
             atexit.unregister(self._stop_preparing)
+
+    def _has_prepared(self) -> bool:
+        """Return whether the thread has done all that is wanted; then it ends, and `_want` may start another one."""
+        with self._lock:
+            if is_done := self.touched_bytes >= self._wanted_bytes:
+                self._preparation = None
+            return is_done
 
     def _touch(self, end: int, progress: Progress | None, run: Callable[..., Iterable[None]] = map) -> None:
         """Touch the memory from `touched_bytes` to `end`; `run` is the `map` of the threads that do it."""
@@ -186,17 +220,19 @@ class HostPool:
         _LIBC.madvise(self.address + first - skipped, num_bytes + skipped, _MADV_POPULATE_WRITE)
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
-        """Wait until the background thread has ended; return whether it has touched the whole pool.
+        """Have the whole pool touched, and wait until the background thread has ended; return whether it has done that.
 
         False after `timeout_s` seconds (None: no limit), and for a pool that was closed before. See also `is_pinned`.
         """
+        self._want(self.num_bytes)
         self._is_ready.wait(timeout_s)
         return self.touched_bytes == self.num_bytes
 
     def describe(self) -> str:
         """Return a line for a log: size, node, and how much of it is touched and pinned."""
         node = "" if self._node is None else f" on NUMA node {self._node}"
-        rest = "" if self.touched_bytes == self.num_bytes else "; a thread prepares the rest"
+        when = "" if self._pins else " with use"
+        rest = "" if self.touched_bytes == self.num_bytes else f"; a thread prepares the rest{when}"
         return (
             f"host pool of {format_size(self.num_bytes)}{node}: {format_size(self.touched_bytes)} touched and "
             f"{format_size(self.pinned_bytes)} pinned{rest}"
@@ -256,8 +292,10 @@ class HostPool:
             self.pinned_bytes = 0
 
     def _stop_preparing(self) -> None:
-        if self._preparation is not None:
-            self._preparation.stop(None)
+        preparation = self._preparation
+        if preparation is not None:
+            preparation.stop(None)
+        self._is_ready.set()
 
     def __del__(self) -> None:
         if getattr(self, "pinned_bytes", 0):

@@ -149,6 +149,7 @@ class StagedCopyHandler(OffloadingHandler):
                 job.failed = True
             finally:
                 self._jobs[job_id] = job
+            self._geometry.pool.note_use(host.block_ids)
         return True
 
     def get_finished(self) -> list[TransferResult]:

@@ -51,6 +51,9 @@ class NoisyPool:
     def has_owner(self):
         return True
 
+    def note_use(self, block_ids):
+        assert 0 <= block_ids.min(initial=0) <= block_ids.max(initial=0) < self.num_blocks
+
 
 @dataclass
 class Case:

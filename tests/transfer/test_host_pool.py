@@ -207,12 +207,27 @@ def test_pool_piece_refused_in_the_background_warns_and_leaves_the_rest_unpinned
     pool.close()
 
 
-def test_pool_without_a_device_touches_the_rest_in_the_background(monkeypatch):
+def test_unpinned_pool_grows_a_piece_ahead_of_use(monkeypatch):
     monkeypatch.setattr(HostPool, "piece_bytes", 4 * mmap.PAGESIZE)
-    pool = HostPool(10, mmap.PAGESIZE, pin=False)
+    pool = HostPool(30, mmap.PAGESIZE, pin=False)
+    assert (pool.touched_bytes, num_resident(pool)) == (4 * mmap.PAGESIZE, 4)
+    for block_ids, num_touched in (([], 4), ([0, 3], 8), ([2], 8), ([4], 12), ([20, 5], 28)):
+        pool.note_use(np.array(block_ids))
+        while (preparation := pool._preparation) is not None:
+            preparation._thread.join(60)
+        assert num_resident(pool) == num_touched
     assert pool.wait_ready(60)
     assert (pool.touched_bytes, pool.pinned_bytes) == (pool.num_bytes, 0)
-    assert num_resident(pool) == 10
+    assert num_resident(pool) == 30
+
+
+def test_pool_closed_before_use_grows_no_more(monkeypatch):
+    monkeypatch.setattr(HostPool, "piece_bytes", mmap.PAGESIZE)
+    pool = HostPool(4, mmap.PAGESIZE, pin=False)
+    pool.close()
+    pool.note_use(np.array([0]))
+    assert not pool.wait_ready(60)
+    assert num_resident(pool) == 1
 
 
 def test_parts_of_blocks_do_not_cross_a_piece(monkeypatch):
