@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _RANK = re.compile(r"[{](?:dp_)?rank[}]")
+_OF_MANAGER = ("write_policy", "num_uses", "max_store_blocks", "arbiter")
 _NEED_TIERS = ("lookup_deadline_s", "pool_folder", "pool_path", "prefill_tokens_per_s")
 
 
@@ -77,7 +78,7 @@ class TierSettings(Component):
         if not _RANK.search(path):
             return self
         if rank is None:
-            raise ValueError(f"path of {self.cls.__name__}: only vLLM tells its data-parallel rank, got {path!r}")
+            raise ValueError(f"path of {self.cls.__name__}: this engine does not tell its data-parallel rank, got {path!r}")
         placed: dict[str, Any] = {"path": _RANK.sub(rank, path)}
         return replace(self, options=replace(self.options, **placed))
 
@@ -121,6 +122,9 @@ def parse_kind(
     if options.get("kind") is None:
         raise ValueError(f"{options_type.where} needs 'kind', got {without_secrets(options)!r}")
     ours, of_tier = split(options, options_type.declared())
+    if refused := split(of_tier, _OF_MANAGER)[0]:
+        names = ", ".join(sorted(refused.pop("advanced", {}).keys() | refused.keys()))
+        raise ValueError(f"the engine decides what {options_type.where} stores and loads: omit {names}")
     declared = options_type.parse(ours)
     return declared, parse_tier({**of_tier, "type": declared.kind})
 
@@ -314,12 +318,8 @@ def open_store(
     """Open a tier that an engine drives without our manager, for blocks of `block_bytes`.
 
     `fingerprint` identifies the model and geometry of the blocks, `rank` replaces ``{rank}`` in the tier's path, and
-    metrics have the `labels`. ValueError: an option has no meaning without our manager, or the tier cannot be opened.
+    metrics have the `labels`. ValueError: the tier cannot be opened.
     """
-    declared = TierConfig.declared()
-    for name in ("write_policy", "num_uses", "max_store_blocks", "arbiter"):
-        if getattr(settings.config, name) != declared[name].default:
-            raise ValueError(f"the engine decides what a tier stores and loads: omit {name!r}")
     identity = {**fingerprint, "block_bytes": block_bytes}
     return KeyedStore(lambda rows: open_tiers((settings,), rows, identity, rank)[0], block_bytes, labels=labels)
 

@@ -197,12 +197,15 @@ class KeyedStore:
         """
         return [] if self._is_closed else self._controller.tier.delete(list(keys), self._config.deadline_s)
 
-    def clear(self, version: str | int | None = None) -> bool:
-        """Forget every block; return whether that is done and the tier serves again, within ``deadline_s``."""
+    def clear(self) -> bool:
+        """Forget every block; return whether that is done and the tier serves again, within ``deadline_s``.
+
+        Processes that share a store and clear it together share its next blocks.
+        """
         start_s = self.clock()
         with self._lock:
             if not self._is_closed:
-                self._controller.reset(start_s, version)
+                self._controller.reset(start_s, getattr(self._controller.tier, "epoch", None) or None)
         while True:
             with self._lock:
                 now_s = self._poll()

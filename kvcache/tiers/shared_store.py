@@ -141,6 +141,11 @@ class SharedStoreTier(JobTier):
     # The rest is the same for every store.
 
     @property
+    def epoch(self) -> str:
+        """The epoch of this engine's blocks; empty until the store has answered."""
+        return self._epoch
+
+    @property
     def epoch_name(self) -> bytes:
         """The name of the announced epoch."""
         return self.prefix + b":epoch"

@@ -147,7 +147,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OURS, {f"{EXTRA}.pool_folder": "/no-such-shm"}, "pool_folder must be a folder in shared memory"),
     (ENGINES, {f"{EXTRA}.cpu_bytes_to_use": "64MiB"}, "as vLLM reads it, got '64MiB'"),
     (ENGINES, {f"{EXTRA}.secondary_tiers.0.kind": "disc"}, "did you mean 'disk'"),
-    (ENGINES, {f"{EXTRA}.secondary_tiers.0.arbiter": True}, "omit write_policy and arbiter"),
+    (ENGINES, {f"{EXTRA}.secondary_tiers.0.arbiter": True}, "omit arbiter"),
     (ENGINES, {f"{EXTRA}.secondary_tiers.0.locality": "local"}, "locality in a KVCacheTier must be one of"),
     (ENGINES, {f"{EXTRA}.store_threshold": 2}, "store_threshold does not work with TieringOffloadingSpec"),
     (ENGINES, {f"{EXTRA}.eviction_policy": "Amq"}, "eviction_policy of vLLM itself must be one of lru, arc"),

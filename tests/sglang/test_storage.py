@@ -114,7 +114,8 @@ def test_bad_options_are_named(engine):
         ({"capacity": "much"}, "capacity"),
         ({"shares": {"kv": 2}}, "shares"),
         ({"shares": {"mamba": 0.5}}, "must name the host pools"),
-        ({"write_policy": "write_back"}, "omit 'write_policy'"),
+        ({"write_policy": "write_through", "advanced": {"max_store_blocks": 9}}, "omit max_store_blocks, write_policy"),
+        ({"arbiter": False, "num_uses": 2}, "what SGLang's storage backend stores and loads: omit arbiter, num_uses"),
     ):
         with pytest.raises(ValueError, match=text):
             engine(extra=extra)

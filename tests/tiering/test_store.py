@@ -239,8 +239,6 @@ def test_invalid_arguments_change_nothing(gated):
     copies = np.ones((2, BLOCK_BYTES), np.uint8)
     assert gated.get([b"a", b"a"], list(copies)) == [True, True]
     assert not copies.any()
-    with pytest.raises(ValueError, match="omit 'write_policy'"):
-        open_store(parse_tier({"type": "memory", "capacity": 9000, "write_policy": "write_back"}), BLOCK_BYTES, {})
     assert [part.labels for part in gated.parts()] == [(("tier", "0"), ("medium", "MEMORY"))]
 
 

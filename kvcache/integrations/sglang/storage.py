@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
+from sglang.srt.runtime_context import get_parallel
 
 from kvcache.assembly.assemble import OffloadSettings, open_exporters, open_store
 from kvcache.assembly.log import set_up_log
@@ -53,8 +54,9 @@ class KVCacheStorage(HiCacheStorage):
         if storage_config.is_mla_model:
             check_latent(settings, storage_config.tp_size)
         self._config = storage_config
-        self._has_rank_in_path = settings.of_rank(str(storage_config.dp_rank)) is not settings
-        self._settings = settings.of_rank(str(storage_config.dp_rank))
+        self._dp_rank, self._num_replicas = _replica_of(storage_config)
+        self._settings = settings.of_rank(str(self._dp_rank))
+        self._has_rank_in_path = self._settings is not settings
         self._pages: dict[str, HostPages] = {}
         self._stores: dict[str, KeyedStore] = {}
         self._telemetry: Telemetry | None = None
@@ -100,7 +102,9 @@ class KVCacheStorage(HiCacheStorage):
             undo.pop_all()
         self._stores = stores
         page_bytes = next(iter(pages.values())).page_bytes if len(pages) == 1 else 0
-        labels = {"engine": str(self._config.dp_rank), "rank": "-".join(self._ranks(_MAMBA)) or "0"}
+        config = self._config
+        rank = (self._dp_rank * config.pp_size + config.pp_rank) * config.attn_cp_size + config.attn_cp_rank
+        labels = {"engine": str(self._dp_rank), "rank": str(rank * config.tp_size + config.tp_rank)}
         self._telemetry = Telemetry(None, block_bytes=page_bytes, labels=labels, config=self._settings.describe())
         self._telemetry.sources.append(lambda: [part for store in stores.values() for part in store.parts()])
         open_exporters(OffloadSettings(exporters=self._options.exporters), self._telemetry)
@@ -121,9 +125,11 @@ class KVCacheStorage(HiCacheStorage):
     def _open(self, name: str, share: float) -> KeyedStore:
         config, host = self._config, self._pages[name]
         ranks = self._ranks(name)
-        dp_rank = [f"dp{config.dp_rank}"] if config.dp_rank and not self._has_rank_in_path else []
-        folder = "-".join([*dp_rank, *ranks, name])
+        replica = [f"dp{self._dp_rank}"] if self._dp_rank and not self._has_rank_in_path else []
+        folder = "-".join([*replica, *ranks, name])
         num_ranks = config.tp_size * config.pp_size * config.attn_cp_size
+        if not self._has_rank_in_path:
+            num_ranks *= self._num_replicas
         fingerprint = {"engine": "sglang", "model": config.model_name, "pool": name, "ranks": ranks, **host.geometry()}
         settings = part_of(self._settings, folder, share, num_ranks)
         return open_store(settings, host.page_bytes, fingerprint, labels=(("tier", name),))
@@ -306,6 +312,17 @@ class KVCacheStorage(HiCacheStorage):
             self._telemetry.close()
         for store in stores.values():
             store.close()
+
+
+def _replica_of(config: Any) -> tuple[int, int]:
+    """Return the data-parallel rank of this process, and the number of ranks that its server starts."""
+    parallel = get_parallel()
+    try:
+        # The rank in `config` is 0 in every replica without data-parallel attention; None: there are no replicas.
+        return (config.dp_rank if parallel.dp_rank is None else parallel.dp_rank), parallel.num_dp_ranks
+    except (AttributeError, RuntimeError, ValueError):
+        # SGLang publishes its configuration in the processes of schedulers only.
+        return config.dp_rank, 1
 
 
 def _name_of(pool_name: Any) -> str:

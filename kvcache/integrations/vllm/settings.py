@@ -88,10 +88,7 @@ class KVCacheTierOptions(KindOptions):
 
 def read_tier(config: Mapping[str, Any]) -> tuple[KVCacheTierOptions, TierSettings]:
     """Parse an entry of ``secondary_tiers``; raise ValueError naming each option that is invalid or unknown."""
-    tier_options, settings = parse_kind(config, ENGINE_TIER_KEYS, KVCacheTierOptions)
-    if settings.config.write_policy != "write_through" or settings.config.arbiter:
-        raise ValueError("vLLM's manager decides what a KVCacheTier writes and loads: omit write_policy and arbiter")
-    return tier_options, settings
+    return parse_kind(config, ENGINE_TIER_KEYS, KVCacheTierOptions)
 
 
 def uses_kvcache(extra_config: Mapping[str, Any]) -> bool:
