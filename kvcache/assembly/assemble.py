@@ -78,7 +78,7 @@ class TierSettings(Component):
         if not _RANK.search(path):
             return self
         if rank is None:
-            raise ValueError(f"path of {self.cls.__name__}: this engine does not tell its data-parallel rank, got {path!r}")
+            raise ValueError(f"path of {self.cls.__name__}: its data-parallel rank is unknown here, got {path!r}")
         placed: dict[str, Any] = {"path": _RANK.sub(rank, path)}
         return replace(self, options=replace(self.options, **placed))
 

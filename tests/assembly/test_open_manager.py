@@ -111,6 +111,6 @@ def test_path_of_tier_names_rank(opened: list[NotedTier]) -> None:
 
 @pytest.mark.parametrize("name", ["{rank}", "{dp_rank}"])
 def test_unknown_rank_in_path_is_refused(name: str, opened: list[NotedTier]) -> None:
-    with pytest.raises(ValueError, match=f"path of NotedTier: only vLLM tells .* rank, got 'kv{name}'"):
+    with pytest.raises(ValueError, match=f"path of NotedTier: its data-parallel rank is unknown here, got 'kv{name}'"):
         open_with({"type": NotedTier, "path": f"kv{name}"})
     assert opened == []

@@ -205,7 +205,7 @@ def test_options_defaults_are_those_of_the_constructor(options, constructor):
 
 def test_check_rank_in_path_needs_vllm(tmp_path):
     entry = disk(tmp_path / "kv{dp_rank}")
-    assert "only vLLM tells its data-parallel rank" in text_of(check_config(tiered(entry)), "error")
+    assert "its data-parallel rank is unknown" in text_of(check_config(tiered(entry)), "error")
     vllm_config = {"cpu_bytes_to_use": "64MiB", "tiers": [entry]}
     shown = text_of(check_config(vllm_config, is_vllm=True), "ok")
     assert "are needed below" in shown
