@@ -27,17 +27,28 @@ TOKENS = 64
 CPU = torch.device("cpu")
 
 
-def mha(layout="page_first", heads=2, dtype=torch.bfloat16):
+def mha(
+    layout="page_first", heads=2, dtype=torch.bfloat16, page_size=PAGE, num_layers=3, head_dim=8, num_tokens=TOKENS
+):
     def rows():
-        return tuple(torch.zeros(TOKENS, heads, 8, dtype=dtype) for _ in range(3))
+        return tuple(torch.zeros(1, heads, head_dim, dtype=dtype) for _ in range(num_layers))
 
-    pointers = torch.zeros(3, dtype=torch.uint64)
+    pointers = torch.zeros(num_layers, dtype=torch.uint64)
     buffers = KVBuffers(k=rows(), v=rows(), k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD)
     info = MHABufferInfo(
-        buffers=buffers, page_size=PAGE, head_num=heads, head_dim=8, v_head_dim=8, dtype=dtype, device=CPU
+        buffers=buffers,
+        page_size=page_size,
+        head_num=heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        dtype=dtype,
+        device=CPU,
     )
     return made(
-        MHATokenToKVPoolHost, info, 2, 0, PAGE, layout, device_capacity_tokens=TOKENS, start_layer=0, end_layer=2
+        *(MHATokenToKVPoolHost, info, 2, 0, page_size, layout),
+        device_capacity_tokens=num_tokens,
+        start_layer=0,
+        end_layer=num_layers - 1,
     )
 
 
@@ -76,7 +87,7 @@ def made(cls, *arguments, **options):
 class Engine:
     """A controller of SGLang over host pools; it stores and loads pages as the scheduler would."""
 
-    def __init__(self, monkeypatch, pools, extra, model="org/m", rank=0, num_ranks=1):
+    def __init__(self, monkeypatch, pools, extra, model="org/m", rank=0, num_ranks=1, backend="dynamic"):
         names = ("tp", "pp", "attn_tp", "attn_dp", "attn_cp", "dcp", "attn_dcp")
         sizes = {f"{name}_{part}": 1 if part == "size" else 0 for name in names for part in ("rank", "size")}
         parallel = SimpleNamespace(**{**sizes, "tp_rank": rank, "tp_size": num_ranks})
@@ -92,10 +103,10 @@ class Engine:
         allocator = SimpleNamespace(get_kvcache=lambda: device)
         arguments = {
             "token_to_kv_pool_allocator": allocator,
-            "page_size": PAGE,
+            "page_size": pools["kv"].page_size,
             "tp_group": object(),
             "load_cache_event": threading.Event(),
-            "storage_backend": "dynamic",
+            "storage_backend": backend,
             "prefetch_threshold": 1,
             "model_name": model,
             "io_backend": "direct",
