@@ -1,4 +1,4 @@
-"""KVCacheStorage beside SGLang's own HiCacheFile, under its controller: MB/s of fresh pages, medians of 5 rounds in turns.
+"""KVCacheStorage beside SGLang's HiCacheFile under its controller: MB/s of fresh pages, medians of 5 rounds in turns.
 
 Run it in the environment of tests/sglang/run: ``.venv-sglang/bin/python tests/sglang/side_by_side.py [FOLDER]``
 """
@@ -62,23 +62,19 @@ def rates(engine, folder, seed, has_sync):
 
 
 def compare(path, page_size, has_sync, patch):
-    """Return a row of the table: the median MB/s of each backend."""
-    folders = {name: path / name for name in ("kvcache", "kvcache flat", "file")}
-    engines = {}
-    for name, folder in folders.items():
-        folder.mkdir(parents=True)
-        ours = {"kind": "disk", "path": str(folder), "capacity": "1GiB", "interface_v1": int(name == "kvcache")}
-        pool = mha(
-            heads=8, page_size=page_size, num_layers=32, head_dim=128, num_tokens=TOTAL_BYTES // TOKEN_BYTES // 2
-        )
-        options = (
-            {"extra": {"file_storage_path": str(folder)}, "backend": "file"} if name == "file" else {"extra": ours}
-        )
-        engines[name] = Engine(patch, {"kv": pool}, **options)
-    figures = {name: [] for name in engines}
+    """Return a row of the table: the median MB/s of each backend, of stores and of loads."""
+    extra = {
+        "kvcache": {"kind": "disk", "path": str(path / "kvcache"), "capacity": "1GiB"},
+        "file": {"file_storage_path": str(path / "file")},
+    }
+    geometry = {"heads": 8, "num_layers": 32, "head_dim": 128, "num_tokens": TOTAL_BYTES // TOKEN_BYTES // 2}
+    engines, figures = {}, {name: [] for name in extra}
+    for name, options in extra.items():
+        backend = "file" if name == "file" else "dynamic"
+        engines[name] = Engine(patch, {"kv": mha(page_size=page_size, **geometry)}, options, backend=backend)
     for number in range(ROUNDS):
         for name in sorted(engines, reverse=number % 2 == 1):
-            figures[name].append(rates(engines[name], folders[name], number, has_sync))
+            figures[name].append(rates(engines[name], path / name, number, has_sync))
     row = {"KiB": page_size * TOKEN_BYTES >> 10, "sync": has_sync}
     for name, pairs in figures.items():
         row[name] = [round(statistics.median(column)) for column in zip(*pairs, strict=True)]
@@ -88,16 +84,14 @@ def compare(path, page_size, has_sync, patch):
 
 def main():
     logging.disable(logging.WARNING)
+    # More threads of PyTorch copy flat pages more slowly on a loaded machine.
     torch.set_num_threads(1)
-    with (
-        tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    folder = tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None)
+    with folder as name, pytest.MonkeyPatch.context() as patch:
         for page_size in (2, 16):
             for has_sync in (False, True):
-                print(
-                    json.dumps(compare(Path(folder, f"{page_size}-{has_sync}"), page_size, has_sync, patch)), flush=True
-                )
+                row = compare(Path(name, f"{page_size}-{has_sync}"), page_size, has_sync, patch)
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
