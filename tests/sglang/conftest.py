@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "stress")]
 if find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py"]
 

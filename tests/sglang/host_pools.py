@@ -115,7 +115,7 @@ class Engine:
                 "module_path": "kvcache.integrations.sglang",
                 "class_name": "KVCacheStorage",
                 "interface_v1": 1,
-                **json.loads(json.dumps(extra)),
+                **{name: value for name, value in json.loads(json.dumps(extra)).items() if value is not None},
             },
         }
         if len(pools) == 1:
@@ -133,11 +133,11 @@ class Engine:
     def hashes(self, tokens):
         return hybrid_cache_controller.get_storage_hash_str(tokens, None, page_size=PAGE)
 
-    def store(self, tokens, transfers=()):
+    def store(self, tokens, transfers=(), seed=0):
         """Back up the pages of `tokens`, filled with bytes of their own; return the tokens that were stored."""
         indices = self.pools["kv"].alloc(len(tokens))
         for number, start in enumerate(indices[::PAGE].tolist()):
-            fill(self.pools["kv"], start, tokens[0] + number)
+            fill(self.pools["kv"], start, tokens[0] + seed + number)
         options = {"extra_pools": list(transfers)} if len(self.pools) > 1 else {}
         self.controller.write_storage(indices, tokens, hash_value=self.hashes(tokens), **options)
         operation = self.controller.ack_backup_queue.get(timeout=120)
