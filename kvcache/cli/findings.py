@@ -202,7 +202,7 @@ def _check_storage(config: Mapping[str, Any]) -> list[Finding]:
         options, tier = sglang.read_config(config)
     except ValueError as error:
         return _faults(error)
-    findings = [*map(_check_exporter, options.exporters), *_check_tier(options.kind, tier, 0)]
+    findings = [*map(_check_exporter, options.exporters), *_check_tier(options.kind, tier.of_rank("0"), 0)]
     if not config.get("interface_v1"):
         text = "without interface_v1 SGLang copies each page once more"
         findings.append(Finding("warning", "options", text))
