@@ -41,6 +41,8 @@ START_TIMEOUT_S = 600.0
 _SPAWN_TIMEOUT_S = 30.0
 _SEND_S, _ANSWER_S = 0.01, 0.04
 _RETRY_S, _RESTART_S = 0.02, 1.0
+# A second store of at most 16 blocks in a step reserves slots for the next ones: 1/128 of the pool, and at most 64.
+_MAX_SMALL, _MAX_GRANTS, _GRANT_SHARE, _MIN_NAME_BYTES = 16, 64, 128, 8
 _MAX_PENDING_S = 1.0
 """How long a request waits for a block that another one is writing."""
 
@@ -58,7 +60,7 @@ class _View:
 
     __slots__ = (
         *("end", "end_positions", "first", "has_ended", "held", "is_fresh", "keys", "num_loads", "number", "places"),
-        *("since_s", "state", "writing"),
+        *("run", "since_s", "state", "writing"),
     )
 
     def __init__(self, number: int) -> None:
@@ -66,6 +68,8 @@ class _View:
         self.keys: list[bytes] = []
         self.places: dict[bytes, int] | None = None
         self.held: dict[bytes, int] = {}
+        # Of the held blocks, the keys and the slots of the last answer.
+        self.run: tuple[list[bytes], Any] = [], np.empty(0, np.int32)
         self.writing: dict[bytes, int] = {}
         # The key that the last look-up began with, the first one that it did not find, and that one's state.
         self.first: bytes | None = None
@@ -81,17 +85,33 @@ class _View:
 
     def forget_look_up(self) -> None:
         """Ask the owner again at the next look-up."""
-        self.held, self.first, self.end, self.state, self.since_s = {}, None, None, ABSENT, 0.0
+        self.held.clear()
+        self.run = [], self.run[1][:0]
+        self.first, self.end, self.state, self.since_s = None, None, ABSENT, 0.0
+
+
+class _Grants:
+    """Slots that the owner has reserved for an engine's next small stores."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        # The blocks that are being written to such slots.
+        self.blocks: set[bytes] = set()
+        # Small stores of this step.
+        self.num_small = 0
 
 
 class Link:
     """A connection to the owner of a folder's pool. `hello` identifies the client.
 
-    A call waits at most `patience_s` for the owner, and then the connection is closed.
+    A call waits at most `patience_s` for the owner, and then the connection is closed. With `starts_owner`, a missing
+    owner is started.
     """
 
-    def __init__(self, folder: Path, hello: dict[str, Any], patience_s: float = _ANSWER_S) -> None:
-        self.folder, self.hello = folder, hello
+    def __init__(
+        self, folder: Path, hello: dict[str, Any], starts_owner: bool = True, patience_s: float = _ANSWER_S
+    ) -> None:
+        self.folder, self.hello, self.starts_owner = folder, hello, starts_owner
         self._patience_s = patience_s
         self._sock: socket.socket | None = None
         self._reader = FrameReader()
@@ -153,7 +173,7 @@ class Link:
         assert self._sock is not None
         end_s = 0.0
         while True:
-            data = self._sock.recv(1 << 18)
+            data = self._sock.recv(1 << 16)
             for frame in self._reader.feed(data):
                 return frame
             now_s = time.monotonic()
@@ -185,8 +205,8 @@ def spawn_owner(folder: Path, options: Mapping[str, Any] | None = None) -> None:
     threading.Thread(target=child.wait, daemon=True).start()
 
 
-def connect(link: Link, starts_owner: bool, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
-    """Greet the owner, and start it if none serves the folder; return its answer. ValueError: the engine is refused."""
+def connect(link: Link, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
+    """Greet the owner; return its answer. ValueError: the engine is refused."""
     end_s = time.monotonic() + min(timeout_s, _SPAWN_TIMEOUT_S)
     fd = os.open(link.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -200,7 +220,7 @@ def connect(link: Link, starts_owner: bool, timeout_s: float = START_TIMEOUT_S) 
             except OSError:
                 link.close()
                 # An owner that is ending may still have the folder's lock.
-                if starts_owner and time.monotonic() >= spawn_s:
+                if link.starts_owner and time.monotonic() >= spawn_s:
                     spawn_owner(link.folder)
                     spawn_s = time.monotonic() + 2 * _RESTART_S
                 time.sleep(0.01)
@@ -225,7 +245,7 @@ def register_worker(folder: Path, hello: Mapping[str, Any], num_blocks: int, blo
     `hello` is as of `NodeManager`, with the worker's ``rank``. ValueError: the pool refuses the engine.
     """
     link = Link(folder, dict(hello))
-    answer = connect(link, starts_owner=True)
+    answer = connect(link)
     link.close()
     # To map a file that is missing would make another one.
     path = folder / "pool"
@@ -288,21 +308,23 @@ class NodeManager(OffloadingManager):
         starts_owner: bool = True,
         patience_s: float = _ANSWER_S,
     ) -> None:
-        self._link = Link(folder, hello, patience_s)
-        self._starts_owner = starts_owner
+        self._link = Link(folder, hello, starts_owner, patience_s)
         self._multi = MULTI if num_groups > 1 else 0
         self._asks_tiers = num_groups > 1 and bool(hello["options"].get("tiers"))
         self.block_size = int(hello["identity"]["block_size"])
         self.num_blocks = int(hello["identity"]["num_blocks"])
         self._views: dict[ReqContext, _View] = {}
         self._stale: list[_View] = []
+        # The request of the last look-up, and those of its keys that are held and need no question.
+        self._last: tuple[ReqContext | None, Mapping[bytes, int]] = None, {}
+        self._grants = _Grants()
         self._unsent: list[bytes] = []
         self._last_number = 1
         self._counts = dict.fromkeys((*_MANAGER_COUNTS, *_NODE_COUNTS), 0)
         self._hints = HintReader()
         self._due_reset: list[str | int | None] = []
         self.refusal = ""
-        self.number: int = connect(self._link, starts_owner)["number"]
+        self.number: int = connect(self._link)["number"]
 
     @property
     def pool(self) -> NodeManager:
@@ -311,6 +333,9 @@ class NodeManager(OffloadingManager):
 
     def status(self, key: bytes, req_context: ReqContext) -> int:
         """Return the state of one key: absent 0, being written 1, ready and held 2, ask again 3."""
+        last, held = self._last
+        if req_context is last and key in held:
+            return READY
         view = self._views.get(req_context) or self._open(req_context)
         if key in view.held and (view.state == ABSENT or key != view.first):
             return READY
@@ -335,10 +360,12 @@ class NodeManager(OffloadingManager):
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> CPULoadStoreSpec:
         view = self._view(req_context)
         keys, held = as_key_list(keys), view.held
-        try:
-            slots = [held[key] for key in keys]
-        except KeyError as error:
-            raise KeyError(f"block is not held for this request: {error.args[0]!r}") from None
+        run, slots = view.run[0], view.run[1][: len(keys)]
+        if keys != run[: len(keys)]:
+            try:
+                slots = [held[key] for key in keys]
+            except KeyError as error:
+                raise KeyError(f"block is not held for this request: {error.args[0]!r}") from None
         view.num_loads += 1
         self._counts["loaded_blocks"] += len(keys)
         return CPULoadStoreSpec(slots)
@@ -360,28 +387,53 @@ class NodeManager(OffloadingManager):
         if view.held and not view.num_loads:
             # The request computes its blocks, so it loads no more of them.
             self._release(view)
-        answer = None
-        with suppress(ValueError):
-            payload, num_bytes = pack_keys(keys)
-            answer = self._ask(protocol.OFFER, 0, view.number, payload, num_bytes)
-        if answer is None or answer.flag == 2:
-            self._counts["rejected_stores"] += 1
-            return None
-        slots = np.frombuffer(answer.payload, "<i4")
-        if answer.flag:
-            half = len(slots) // 2
-            keys, slots = [keys[place] for place in slots[:half].tolist()], slots[half:]
-        view.writing.update(zip(keys, slots.tolist(), strict=True))
+        is_small = len(keys) <= _MAX_SMALL
+        self._grants.num_small += is_small
+        if is_small and len(keys) <= len(self._grants.slots) and self._link.is_ready and not self._due_reset:
+            # The owner gets the keys with the end of the store, and drops a block that another engine stored before.
+            keys = [key for key in dict.fromkeys(keys) if key not in self._grants.blocks]
+            slots = [self._grants.slots.pop() for _ in keys]
+            self._grants.blocks.update(keys)
+        else:
+            taken = self._offer(view, keys, is_small and self._grants.num_small > 1)
+            if taken is None:
+                self._counts["rejected_stores"] += 1
+                return None
+            keys, slots = taken
+        view.writing.update(zip(keys, slots, strict=True))
         self._counts["missed_blocks"] += len(keys)
         return PrepareStoreOutput(keys, CPULoadStoreSpec(slots), [])
+
+    def _offer(self, view: _View, keys: list[bytes], wants_grants: bool) -> tuple[list[bytes], list[int]] | None:
+        """Ask for slots for the absent blocks, and return both. None: the owner refuses, or does not answer."""
+        # Slots for the next stores are reserved under random names, behind the keys.
+        num_grants = min(_MAX_GRANTS, self.num_blocks // _GRANT_SHARE)
+        num_grants *= wants_grants and len(keys[0]) >= _MIN_NAME_BYTES
+        answer = None
+        with suppress(ValueError):
+            payload, num_bytes = pack_keys([*keys, *(os.urandom(len(keys[0])) for _ in range(num_grants))])
+            answer = self._ask(protocol.OFFER, 0, view.number, payload, num_bytes)
+        if answer is None or answer.flag == 2:
+            return None
+        slots = np.frombuffer(answer.payload, "<i4").tolist()
+        if answer.flag:
+            half = len(slots) // 2
+            keys, slots = [keys[place] for place in slots[:half] if place < len(keys)], slots[half:]
+        self._grants.slots += slots[len(keys) :]
+        return keys, slots[: len(keys)]
 
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
         view = self._views.get(req_context) if isinstance(req_context, ReqContext) else None
         if view is None:
             return
-        slots = [view.writing.pop(key) for key in keys if key in view.writing]
+        slots = {key: view.writing.pop(key) for key in keys if key in view.writing}
         if slots:
-            self._tell(protocol.STORED, int(success), view.number, np.array(slots, "<i4").tobytes())
+            names, num_bytes = b"", 0
+            if not self._grants.blocks.isdisjoint(slots):
+                self._grants.blocks.difference_update(slots)
+                with suppress(ValueError):
+                    names, num_bytes = pack_keys([*slots])
+            self._tell_stored(view.number, success, slots.values(), names, num_bytes)
             self._counts["stored_blocks" if success else "failed_blocks"] += len(slots)
             self._drop_stale()
         self._end_if_done(view, req_context)
@@ -397,6 +449,7 @@ class NodeManager(OffloadingManager):
         self._end_if_done(view, req_context)
 
     def on_schedule_end(self) -> None:
+        self._grants.num_small = 0
         if not self._link.is_ready:
             self._reconnect()
         elif self._unsent:
@@ -419,6 +472,9 @@ class NodeManager(OffloadingManager):
                 del self._views[req_context]
             else:
                 self._release(view)
+        self._last = None, {}
+        self._tell_stored(0, False, self._grants.slots)
+        self._grants = _Grants()
         self._due_reset = [version]
         self._reset()
 
@@ -476,6 +532,8 @@ class NodeManager(OffloadingManager):
 
     def _place(self, view: _View, key: bytes | None) -> int:
         """Return the place of a key in the prompt that the owner knows, or -1."""
+        if view.keys and key == view.keys[0]:
+            return 0
         if view.places is None:
             view.places = {known: place for place, known in enumerate(view.keys)}
         return -1 if key is None else view.places.get(key, -1)
@@ -494,6 +552,7 @@ class NodeManager(OffloadingManager):
                     return self._look_up(view, place) if self._asks_tiers else ABSENT
         self._acquire(view, key, req_context.positions or keys)
         view.is_fresh = key != view.end
+        self._last = req_context, view.held if view.state == ABSENT else {}
         return READY if key in view.held else view.state if key == view.end else ABSENT
 
     def _acquire(self, view: _View, key: bytes, keys: Collection[bytes]) -> None:
@@ -522,7 +581,8 @@ class NodeManager(OffloadingManager):
         return READY if view.keys[place] in view.held else state
 
     def _take(self, view: _View, start: int, answer: Frame) -> None:
-        slots = np.frombuffer(answer.payload, "<i4", -1, 4).tolist()
+        ids = np.frombuffer(answer.payload, "<i4", -1, 4)
+        slots = ids.tolist()
         self._counts["shared_hit_blocks"] += struct.unpack_from("<I", answer.payload)[0]
         keys = view.keys
         if answer.flag & PLACES:
@@ -531,7 +591,8 @@ class NodeManager(OffloadingManager):
             end = next((place for place in range(start, len(keys)) if keys[place] not in view.held), len(keys))
         else:
             end = start + len(slots)
-            view.held.update(zip(keys[start:end], slots, strict=True))
+            view.run = keys[start:end], ids
+            view.held.update(zip(view.run[0], slots, strict=True))
         view.end = keys[end] if end < len(keys) else None
         view.state = answer.flag & 3
         if view.state == PENDING:
@@ -562,8 +623,7 @@ class NodeManager(OffloadingManager):
         """Return the slots of copies from before a reset: a later copy has ended."""
         for view in self._stale:
             if view.writing:
-                slots = np.array([*view.writing.values()], "<i4")
-                self._tell(protocol.STORED, 0, view.number, slots.tobytes())
+                self._tell_stored(view.number, False, view.writing.values())
             self._tell(protocol.END, 0, view.number)
         self._stale.clear()
 
@@ -571,6 +631,13 @@ class NodeManager(OffloadingManager):
         """Send later, with the next question or at the end of the step. Without an owner there is nothing to say."""
         if self._link.is_open:
             self._unsent.append(pack(op, flag, number, payload, key_bytes))
+
+    def _tell_stored(
+        self, number: int, success: bool, slots: Collection[int], names: bytes = b"", key_bytes: int = 0
+    ) -> None:
+        """Send the end of a store. `names` are the packed keys if the owner may know the slots under random names."""
+        payload = np.array([len(slots), *slots], "<i4").tobytes()
+        self._tell(protocol.STORED, int(success), number, payload + names, key_bytes)
 
     def _ask(self, op: int, flag: int, number: int, payload: bytes = b"", key_bytes: int = 0) -> Frame | None:
         """Return the owner's answer, or None if it does not answer."""
@@ -596,11 +663,8 @@ class NodeManager(OffloadingManager):
 
     def _leases(self) -> list[tuple[int, list[int], list[int]]]:
         views: Iterable[_View] = [*self._views.values(), *self._stale]
-        return [
-            (view.number, list(view.held.values()), list(view.writing.values()))
-            for view in views
-            if view.held or view.writing
-        ]
+        leases = [(view.number, list(view.held.values()), list(view.writing.values())) for view in views]
+        return [(0, [], self._grants.slots), *(lease for lease in leases if lease[1] or lease[2])]
 
     def _reconnect(self) -> None:
         """Try to come back to an owner, without waiting for it."""
@@ -616,7 +680,7 @@ class NodeManager(OffloadingManager):
         except OSError as error:
             self._link.close()
             is_gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
-            if is_gone and self._starts_owner and now_s >= self._link.restart_s:
+            if is_gone and self._link.starts_owner and now_s >= self._link.restart_s:
                 self._link.restart_s = now_s + _RESTART_S
                 spawn_owner(self._link.folder)
             return

@@ -33,7 +33,7 @@ from kvcache.node.protocol import (
     Frame,
     pack,
     unpack_keys,
-    unpack_slots,
+    unpack_stored,
 )
 from kvcache.request import ReqContext, Retention, parse_hint
 from kvcache.tiering.manager import TieredOffloadingManager
@@ -125,7 +125,7 @@ class NodeLeases:
         for lease in before.values():
             self._release(engine, lease)
         kept = {slot for _, _, slots in requests for slot in slots}
-        self._end_stores(engine, [slot for slot in writing if slot not in kept], None, False)
+        self._end_stores(engine, [slot for slot in writing if slot not in kept], [], None, False)
 
     def bury(self, number: int) -> None:
         """Return everything that an engine holds: all of its processes have ended."""
@@ -133,7 +133,7 @@ class NodeLeases:
         for lease in engine.leases.values():
             self._release(engine, lease)
             self.manager.on_request_finished(lease.context)
-        self._end_stores(engine, list(engine.writing), None, False)
+        self._end_stores(engine, list(engine.writing), [], None, False)
         self.ledger.drop_engine(number)
 
     def apply(self, engine: EngineLeases, frame: Frame) -> bytes | None:
@@ -153,7 +153,7 @@ class NodeLeases:
             engine.leases.setdefault(request, Lease(parse_hint(json.loads(frame.payload))))
         elif op == STORED:
             context = engine.leases[request].context if request in engine.leases else None
-            self._end_stores(engine, unpack_slots(frame.payload), context, bool(frame.flag))
+            self._end_stores(engine, *unpack_stored(frame.payload, frame.key_bytes), context, bool(frame.flag))
         elif op == RELEASE:
             if request in engine.leases:
                 self._release(engine, engine.leases[request])
@@ -175,9 +175,8 @@ class NodeLeases:
             keys, ends = unpack_keys(frame.payload, frame.key_bytes, first)
             lease.keys += keys
             if ends:
-                positions = lease.context.positions or {}
-                positions.update(zip(keys, ends, strict=True))
-                lease.context.set_offload_key_positions(positions)
+                positions = dict(zip(keys, ends, strict=True))
+                lease.context.set_offload_key_positions({**(lease.context.positions or {}), **positions})
         return lease
 
     def _acquire(self, engine: EngineLeases, frame: Frame) -> bytes:
@@ -260,12 +259,20 @@ class NodeLeases:
         places = [place_of[key] for key in taken]
         return pack(SLOTS, 1, frame.request, np.array([*places, *slots.tolist()], "<i4").tobytes())
 
-    def _end_stores(self, engine: EngineLeases, slots: list[int], context: ReqContext | None, success: bool) -> None:
-        """Commit or drop stores of an engine. ValueError: it does not write these slots."""
+    def _end_stores(
+        self, engine: EngineLeases, slots: list[int], names: list[bytes], context: ReqContext | None, success: bool
+    ) -> None:
+        """Commit or drop stores of an engine. ValueError: it does not write these slots.
+
+        A slot whose key is not that of `names` was reserved under a random name, for any block.
+        """
         for slot in slots:
             if slot not in engine.writing:
                 raise ValueError(f"the engine does not write slot {slot}")
         keys = [engine.writing.pop(slot) for slot in slots]
+        for i, name in enumerate(names):
+            if keys[i] not in (b"", name):
+                keys[i] = self._hooks.rename(keys[i], name, slots[i], context, engine.number) if success else keys[i]
         stale = [slot for slot, key in zip(slots, keys, strict=True) if not key]
         if stale:
             self._uncount(engine, np.array(stale))

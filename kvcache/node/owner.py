@@ -264,13 +264,13 @@ class Owner:
         """Apply the messages of one client. An invalid one costs the client its connection, never its leases."""
         try:
             if connection.engine is None:
-                data, fds, _, _ = socket.recv_fds(connection.sock, 1 << 20, 1)
+                data, fds, _, _ = socket.recv_fds(connection.sock, 1 << 16, 1)
                 for fd in fds:
                     if connection.pidfd >= 0:
                         os.close(connection.pidfd)
                     connection.pidfd = fd
             else:
-                data = connection.sock.recv(1 << 20)
+                data = connection.sock.recv(1 << 16)
             if not data:
                 return self._drop(connection)
             answers = [self._answer(connection, frame) for frame in connection.reader.feed(data)]

@@ -82,7 +82,7 @@ def pack_keys(keys: Sequence[bytes], ends: Sequence[int] = ()) -> tuple[bytes, i
     num_bytes = len(keys[0]) if keys else 1
     if keys and (len(set(map(len, keys))) > 1 or num_bytes > MAX_KEY_BYTES):
         raise ValueError(f"keys of a node's pool must have one length of at most {MAX_KEY_BYTES} bytes")
-    head = np.array([len(keys), *ends], "<u4").tobytes()
+    head = struct.pack(f"<{1 + len(ends)}I", len(keys), *ends)
     return head + b"".join(keys), num_bytes
 
 
@@ -101,10 +101,15 @@ def unpack_keys(payload: bytes, key_bytes: int, first: int = 0) -> tuple[list[by
     return np.frombuffer(payload, f"V{key_bytes}", num_keys, first + 4 + num_left).tolist(), ends
 
 
-def unpack_slots(payload: bytes) -> list[int]:
-    """Return a payload of int32 slots as a list. ValueError: it does not hold whole slots."""
-    slots: list[int] = np.frombuffer(payload, "<i4").tolist()
-    return slots
+def unpack_stored(payload: bytes, key_bytes: int) -> tuple[list[int], list[bytes]]:
+    """Return the slots of STORED, and their keys if it has them. ValueError or struct.error: it is invalid."""
+    (num_slots,) = struct.unpack_from("<I", payload)
+    slots: list[int] = np.frombuffer(payload, "<i4", num_slots, 4).tolist()
+    first = 4 + 4 * num_slots
+    keys = unpack_keys(payload, key_bytes, first)[0] if len(payload) > first else []
+    if len(keys) not in (0, num_slots):
+        raise ValueError(f"{num_slots} slots have {len(keys)} keys")
+    return slots, keys
 
 
 def pack_hello(hello: Mapping[str, Any], leases: Sequence[tuple[int, Sequence[int], Sequence[int]]] = ()) -> bytes:

@@ -17,12 +17,14 @@ import time
 import numpy as np
 
 from kvcache import ReqContext
+from kvcache.node import client
 from kvcache.node.client import NodeManager, greeting, register_worker
 from kvcache.node.ledger import Ledger
 from kvcache.node.protocol import node_folder
 
-NUM_BLOCKS, BLOCK_BYTES, PIECE_BYTES = 384, 8192, 1024
+NUM_BLOCKS, BLOCK_BYTES, PIECE_BYTES = 384, 2048, 256
 NUM_ENGINES, NUM_DOCUMENTS, MAX_LENGTH = 3, 40, 24
+client._GRANT_SHARE = 16
 IDENTITY = {"num_blocks": NUM_BLOCKS, "block_bytes": BLOCK_BYTES, "block_size": 16, "model": "kills"}
 COUNTS = "loaded", "stored", "wrong", "outages"
 
@@ -87,7 +89,9 @@ def schedule(folder, name, counts, options, seed):
         return int(answers.readline())
 
     while os.getpid() == parent:
-        document = min(int(dice.expovariate(0.08)), NUM_DOCUMENTS - 1)
+        # One in three is a new document, so that blocks are evicted and stored all the time.
+        is_new = dice.random() < 0.3
+        document = dice.randrange(1000, 10**6) if is_new else min(int(dice.expovariate(0.08)), NUM_DOCUMENTS - 1)
         keys = [key_of(document, place) for place in range(dice.randint(4, MAX_LENGTH))]
         context = ReqContext()
         context.set_offload_key_positions({key: 16 * (i + 1) for i, key in enumerate(keys)})
@@ -106,7 +110,8 @@ def schedule(folder, name, counts, options, seed):
             manager.complete_store(output.keys_to_store, context, dice.random() > 0.02)
         if not ends_first:
             manager.on_request_finished(context, use_positions=True)
-        manager.on_schedule_end()
+        if dice.random() < 0.5:
+            manager.on_schedule_end()
         counts[3] = manager.parts()[1].stats.outages
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from node_harness import BLOCK_BYTES, key_of, prompt, turn
 
@@ -164,10 +165,11 @@ def _frames(node):
         "greeting cut": pack(protocol.HELLO, 0, 0, struct.pack("<I", 1 << 20) + b"{}"),
         "keys cut": hello + pack(protocol.OFFER, 0, 1, key[:-1], 36),
         "keys too long": hello + pack(protocol.OFFER, 0, 1, struct.pack("<I", 1) + b"k" * 64, 64),
-        "slots of others": hello + pack(protocol.STORED, 1, 1, struct.pack("<i", 0)),
-        "no slots": hello + pack(protocol.STORED, 1, 1, struct.pack("<i", -5)),
+        "slots of others": hello + pack(protocol.STORED, 1, 1, struct.pack("<Ii", 1, 0)),
+        "no slots": hello + pack(protocol.STORED, 1, 1, struct.pack("<Ii", 1, -5)),
+        "keys of other slots": hello + pack(protocol.STORED, 1, 1, struct.pack("<I", 0) + key, 36),
         "half a slot": hello + pack(protocol.STORED, 1, 1, b"abc"),
-        "another's lease": hello + pack(protocol.RELEASE, 0, 1) + pack(protocol.STORED, 0, 1, struct.pack("<i", 3)),
+        "another's lease": hello + pack(protocol.RELEASE, 0, 1) + pack(protocol.STORED, 0, 1, struct.pack("<Ii", 1, 3)),
     }  # fmt: skip
 
 
@@ -205,10 +207,10 @@ def test_ledger_is_written_before_answers(node, monkeypatch):
     def spy(owner, connection, data):
         for frame in protocol.FrameReader().feed(data):
             if frame.op == protocol.SLOTS:
-                slots = protocol.unpack_slots(frame.payload)
+                slots = np.frombuffer(frame.payload, "<i4").tolist()
                 seen.append([int(ledger.state[slot]) for slot in slots] == [1] * len(slots) and slots != [])
             elif frame.op == protocol.HELD and len(frame.payload) > 4:
-                slots = protocol.unpack_slots(frame.payload[4:])
+                slots = np.frombuffer(frame.payload, "<i4", -1, 4).tolist()
                 seen.append(all(ledger.readers[slot] for slot in slots))
         send(owner, connection, data)
 
