@@ -120,7 +120,7 @@ class Link:
         self.retry_s = self.restart_s = 0.0
 
     def greet(self, leases: list[tuple[int, list[int], list[int]]]) -> None:
-        """Connect and send the greeting; `welcome` has the answer. OSError: no owner listens."""
+        """Connect and send the greeting. OSError: no owner listens."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         pidfd = os.pidfd_open(os.getpid())
         try:
@@ -145,15 +145,14 @@ class Link:
         """Whether there is a connection, greeted or not."""
         return self._sock is not None
 
-    def welcome(self, timeout_s: float = 0.0) -> Frame | None:
-        """Return the answer to the greeting, or None if it has not arrived. OSError: the owner has ended."""
+    def receive(self, timeout_s: float = 0.0) -> Frame | None:
+        """Return the next frame, or None if it has not arrived. OSError: the owner has ended."""
         assert self._sock is not None
         end_s = time.monotonic() + timeout_s
         while True:
             try:
                 data = self._sock.recv(1 << 16, 0 if timeout_s else socket.MSG_DONTWAIT)
                 for frame in self._reader.feed(data):
-                    self.is_ready = frame.op == protocol.WELCOME
                     return frame
                 if not data:
                     raise ConnectionResetError("the owner has ended")
@@ -170,16 +169,10 @@ class Link:
     def ask(self, data: bytes) -> Frame:
         """Send frames of which the last has an answer, and return it. OSError: it did not come in time."""
         self.send(data)
-        assert self._sock is not None
-        end_s = 0.0
-        while True:
-            data = self._sock.recv(1 << 16)
-            for frame in self._reader.feed(data):
-                return frame
-            now_s = time.monotonic()
-            end_s = end_s or now_s + self._patience_s
-            if not data or now_s > end_s:
-                raise ConnectionResetError("the owner has ended, or takes too long")
+        frame = self.receive(self._patience_s)
+        if frame is None:
+            raise TimeoutError("the owner takes too long")
+        return frame
 
     def close(self) -> None:
         """Close the connection; the owner keeps the leases."""
@@ -188,15 +181,13 @@ class Link:
         self._sock, self.is_ready = None, False
 
 
-def spawn_owner(folder: Path, options: Mapping[str, Any] | None = None) -> None:
+def spawn_owner(folder: Path) -> None:
     """Start an owner process that outlives this one, unless one serves the folder already; does not wait for it."""
     # Two forks: engines end all of their children. The owner finds the modules that this process finds.
-    code = (
-        "import os, sys\nif os.fork(): os._exit(0)\nfrom kvcache.node.owner import main\nsys.exit(main(sys.argv[1:]))"
-    )
+    code = "import os, sys\nif os.fork(): os._exit(0)\nfrom kvcache.node.owner import main\nsys.exit(main(sys.argv[1]))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     # -P: no module is taken from the working directory, which may be open to others.
-    words = [sys.executable, "-P", "-c", code, str(folder), *([] if options is None else [json.dumps(options)])]
+    words = [sys.executable, "-P", "-c", code, str(folder)]
     with (folder / "log").open("ab") as log:
         child = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -216,7 +207,7 @@ def connect(link: Link, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
         while time.monotonic() < end_s:
             try:
                 link.greet([])
-                frame = link.welcome(timeout_s)
+                frame = link.receive(timeout_s)
             except OSError:
                 link.close()
                 # An owner that is ending may still have the folder's lock.
@@ -230,6 +221,7 @@ def connect(link: Link, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
             if frame.op == protocol.REFUSED:
                 link.close()
                 raise ValueError(f"the pool of this node in {link.folder} refuses the engine: {frame.payload.decode()}")
+            link.is_ready = True
             answer: dict[str, Any] = json.loads(frame.payload)
             link.hello["pool_id"] = answer["pool_id"]
             return answer
@@ -336,10 +328,7 @@ class NodeManager(OffloadingManager):
         last, held = self._last
         if req_context is last and key in held:
             return READY
-        view = self._views.get(req_context) or self._open(req_context)
-        if key in view.held and (view.state == ABSENT or key != view.first):
-            return READY
-        return self._status(view, key, req_context)
+        return self._status(self._views.get(req_context) or self._open(req_context), key, req_context)
 
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
         view = self._view(req_context)
@@ -348,12 +337,11 @@ class NodeManager(OffloadingManager):
         keys = [keys] if is_one else as_key_list(keys)
         num_ready = 0
         for key in keys:
-            if key not in view.held or (view.state and key == view.first):
-                state = self._status(view, key, req_context, keys)
-                if state in (ASK_AGAIN, PENDING):
-                    return None if state == ASK_AGAIN else num_ready if not is_one else False
-                if state != READY:
-                    break
+            state = self._status(view, key, req_context, keys)
+            if state != READY:
+                if state == ASK_AGAIN:
+                    return None
+                break
             num_ready += 1
         return num_ready == 1 if is_one else num_ready
 
@@ -428,12 +416,12 @@ class NodeManager(OffloadingManager):
             return
         slots = {key: view.writing.pop(key) for key in keys if key in view.writing}
         if slots:
-            names, num_bytes = b"", 0
+            names = b"", 0
             if not self._grants.blocks.isdisjoint(slots):
                 self._grants.blocks.difference_update(slots)
                 with suppress(ValueError):
-                    names, num_bytes = pack_keys([*slots])
-            self._tell_stored(view.number, success, slots.values(), names, num_bytes)
+                    names = pack_keys([*slots])
+            self._tell_stored(view.number, success, slots.values(), names)
             self._counts["stored_blocks" if success else "failed_blocks"] += len(slots)
             self._drop_stale()
         self._end_if_done(view, req_context)
@@ -539,7 +527,9 @@ class NodeManager(OffloadingManager):
         return -1 if key is None else view.places.get(key, -1)
 
     def _status(self, view: _View, key: bytes, req_context: ReqContext, keys: Collection[bytes] = ()) -> int:
-        """Return the state of a key that is not known to be held; ask the owner if a look-up begins with it."""
+        """Return the state of a key; ask the owner if a look-up begins with it and it is not known to be held."""
+        if key in view.held and (view.state == ABSENT or key != view.first):
+            return READY
         if view.first is not None:
             if key == view.end:
                 # An engine's later look-ups may begin behind `first`: each asks again for what is being written.
@@ -632,12 +622,10 @@ class NodeManager(OffloadingManager):
         if self._link.is_open:
             self._unsent.append(pack(op, flag, number, payload, key_bytes))
 
-    def _tell_stored(
-        self, number: int, success: bool, slots: Collection[int], names: bytes = b"", key_bytes: int = 0
-    ) -> None:
+    def _tell_stored(self, number: int, success: bool, slots: Collection[int], names: Any = (b"", 0)) -> None:
         """Send the end of a store. `names` are the packed keys if the owner may know the slots under random names."""
-        payload = np.array([len(slots), *slots], "<i4").tobytes()
-        self._tell(protocol.STORED, int(success), number, payload + names, key_bytes)
+        payload = np.array([len(slots), *slots], "<i4").tobytes() + names[0]
+        self._tell(protocol.STORED, int(success), number, payload, names[1])
 
     def _ask(self, op: int, flag: int, number: int, payload: bytes = b"", key_bytes: int = 0) -> Frame | None:
         """Return the owner's answer, or None if it does not answer."""
@@ -676,7 +664,7 @@ class NodeManager(OffloadingManager):
             if not self._link.is_open:
                 self._unsent.clear()
                 self._link.greet(self._leases())
-            frame = self._link.welcome()
+            frame = self._link.receive()
         except OSError as error:
             self._link.close()
             is_gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
@@ -691,6 +679,7 @@ class NodeManager(OffloadingManager):
             _LOG.error("the pool of this node refuses this engine, which goes on without: %s", self.refusal)
             self._link.close()
             return
+        self._link.is_ready = True
         for view in self._views.values():
             # The owner has a new list of requests, without their prompts.
             view.keys, view.places = [], None

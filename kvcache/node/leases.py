@@ -15,26 +15,9 @@ import numpy as np
 
 from kvcache.block import ABSENT, ASK_AGAIN, PENDING, READY
 from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.node import protocol
 from kvcache.node.ledger import OWNER, Ledger, PoolLedger
-from kvcache.node.protocol import (
-    ACQUIRE,
-    DONE,
-    END,
-    HELD,
-    LOOKUP,
-    MULTI,
-    OFFER,
-    OPEN,
-    PLACES,
-    RELEASE,
-    RESET,
-    SLOTS,
-    STORED,
-    Frame,
-    pack,
-    unpack_keys,
-    unpack_stored,
-)
+from kvcache.node.protocol import Frame, pack, unpack_keys, unpack_stored
 from kvcache.request import ReqContext, Retention, parse_hint
 from kvcache.tiering.manager import TieredOffloadingManager
 
@@ -45,12 +28,11 @@ MAX_SHARE = 0.5
 class Lease:
     """The leases of one request of one engine: `held_keys` in `held_slots`. `keys` are those of its prompt."""
 
-    __slots__ = ("context", "held_keys", "held_slots", "is_stale", "keys", "start")
+    __slots__ = ("context", "held_keys", "held_slots", "is_stale", "keys")
 
     def __init__(self, retention: Retention | None = None) -> None:
         self.context = ReqContext(retention=retention)
         self.keys: list[bytes] = []
-        self.start = 0
         self.held_keys: list[bytes] = []
         self.held_slots: np.ndarray[Any, Any] = np.empty(0, np.int64)
         # Taken before a reset: the slots are withheld, and hold no block.
@@ -139,25 +121,25 @@ class NodeLeases:
     def apply(self, engine: EngineLeases, frame: Frame) -> bytes | None:
         """Apply one message, and return the answer, if it has one. ValueError or struct.error: it is invalid."""
         op, request = frame.op, frame.request
-        if op == ACQUIRE:
+        if op == protocol.ACQUIRE:
             return self._acquire(engine, frame)
-        if op == OFFER:
+        if op == protocol.OFFER:
             return self._offer(engine, frame)
-        if op == LOOKUP:
+        if op == protocol.LOOKUP:
             return self._look_up(engine, frame)
-        if op == RESET:
+        if op == protocol.RESET:
             self.manager.reset_cache(json.loads(frame.payload))
             self._hooks.forget()
-            return pack(DONE, 0, request)
-        if op == OPEN:
+            return pack(protocol.DONE, 0, request)
+        if op == protocol.OPEN:
             engine.leases.setdefault(request, Lease(parse_hint(json.loads(frame.payload))))
-        elif op == STORED:
+        elif op == protocol.STORED:
             context = engine.leases[request].context if request in engine.leases else None
             self._end_stores(engine, *unpack_stored(frame.payload, frame.key_bytes), context, bool(frame.flag))
-        elif op == RELEASE:
+        elif op == protocol.RELEASE:
             if request in engine.leases:
                 self._release(engine, engine.leases[request])
-        elif op == END:
+        elif op == protocol.END:
             lease = self._extend(engine, frame, 0)
             del engine.leases[request]
             self._release(engine, lease)
@@ -186,10 +168,10 @@ class NodeLeases:
         keys = lease.keys[start:] if start else lease.keys
         if lease.is_stale:
             return self._answer(engine, lease, frame.request, [], ABSENT)
-        if frame.flag & MULTI:
+        if frame.flag & protocol.MULTI:
             states = self.manager.pool.states(keys)
             ready = [key for key, state in zip(keys, states, strict=True) if state == READY]
-            return self._answer(engine, lease, frame.request, ready, PLACES)
+            return self._answer(engine, lease, frame.request, ready, protocol.PLACES)
         num_ready = self.manager.lookup(keys, lease.context)
         if num_ready is None:
             return self._answer(engine, lease, frame.request, [], ASK_AGAIN)
@@ -205,34 +187,34 @@ class NodeLeases:
             return self._answer(engine, lease, frame.request, [], ABSENT)
         key = lease.keys[place]
         state = self.manager.status(key, lease.context) if isinstance(self.manager, TieredOffloadingManager) else 0
-        return self._answer(engine, lease, frame.request, [key] if state == READY else [], state | PLACES)
+        return self._answer(engine, lease, frame.request, [key] if state == READY else [], state | protocol.PLACES)
 
     def _answer(self, engine: EngineLeases, lease: Lease, request: int, keys: list[bytes], flag: int) -> bytes:
         """Hold ready blocks for a request, at most half of the pool for an engine, and return the answer."""
         if lease.held_keys and keys:
             held = set(lease.held_keys)
             keys = [key for key in keys if key not in held]
-            flag |= PLACES
+            flag |= protocol.PLACES
         room = self._limit - engine.num_held - len(engine.writing)
         if len(keys) > room:
             # Another request of the engine may hold a block already.
             is_new = engine.counts[self.manager.pool.locate(keys)] == 0
             num_fit = int(np.count_nonzero(np.cumsum(is_new) <= room))
-            keys, flag = keys[:num_fit], flag if num_fit == len(keys) else flag & PLACES
+            keys, flag = keys[:num_fit], flag if num_fit == len(keys) else flag & protocol.PLACES
         if not keys:
-            return pack(HELD, flag, request, struct.pack("<I", 0))
+            return pack(protocol.HELD, flag, request, struct.pack("<I", 0))
         try:
             slots = self.manager.prepare_load(keys, lease.context).block_ids  # type: ignore[attr-defined]
         except KeyError:  # a reset is under way
-            return pack(HELD, flag & PLACES, request, struct.pack("<I", 0))
+            return pack(protocol.HELD, flag & protocol.PLACES, request, struct.pack("<I", 0))
         self._hold(engine, lease, keys, slots, is_pinned=True)
         num_shared = int(np.count_nonzero(self.ledger.writer[slots] != engine.number))
         engine.num_shared_hits += num_shared
         payload = struct.pack("<I", num_shared)
-        if flag & PLACES:
+        if flag & protocol.PLACES:
             place_of = {key: place for place, key in enumerate(lease.keys)}
             payload += np.array([place_of[key] for key in keys], "<i4").tobytes()
-        return pack(HELD, flag, request, payload + slots.astype("<i4").tobytes())
+        return pack(protocol.HELD, flag, request, payload + slots.astype("<i4").tobytes())
 
     def _offer(self, engine: EngineLeases, frame: Frame) -> bytes:
         """Reserve slots for the absent blocks of a store."""
@@ -248,16 +230,16 @@ class NodeLeases:
             finally:
                 self._hooks.writer = OWNER
         if output is None:
-            return pack(SLOTS, 2, frame.request)
+            return pack(protocol.SLOTS, 2, frame.request)
         self.manager.reorder(lease.context)
         taken = output.keys_to_store
         slots = output.store_spec.block_ids  # type: ignore[attr-defined]
         engine.writing.update(zip(slots.tolist(), taken, strict=True))
         if len(taken) == len(keys):
-            return pack(SLOTS, 0, frame.request, slots.astype("<i4").tobytes())
+            return pack(protocol.SLOTS, 0, frame.request, slots.astype("<i4").tobytes())
         place_of = {key: place for place, key in reversed([*enumerate(keys)])}
         places = [place_of[key] for key in taken]
-        return pack(SLOTS, 1, frame.request, np.array([*places, *slots.tolist()], "<i4").tobytes())
+        return pack(protocol.SLOTS, 1, frame.request, np.array([*places, *slots.tolist()], "<i4").tobytes())
 
     def _end_stores(
         self, engine: EngineLeases, slots: list[int], names: list[bytes], context: ReqContext | None, success: bool

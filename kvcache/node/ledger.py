@@ -36,13 +36,15 @@ _PROCESS = np.dtype([("pid", "<i8"), ("start", "<i8"), ("engine", "<i4"), ("rank
 # One array a field, because the slots of a prompt mostly lie side by side.
 _FIELDS = {"readers": "<u8", "stamp": "<u8", "state": "u1", "writer": "u1", "key_bytes": "u1"}
 _FIELDS["key"] = f"V{MAX_KEY_BYTES}"
+_FIRST_NAME = _HEAD.size + _IDENTITY_BYTES
+_FIRST_PROCESS = _FIRST_NAME + 32 * MAX_ENGINES
+_FIRST_SLOT = _FIRST_PROCESS + _PROCESS.itemsize * MAX_PROCESSES
 
 
 class Ledger:
     """The ledger file of a pool: 55 bytes a slot, the names of engines, and their processes.
 
-    `is_recovered` says whether the file was there, whole and of the same `identity`; otherwise it is made anew, and
-    `reason` says why an existing one was not used. Call `living_engines` first: an existing ledger may be in use.
+    An existing file must be whole and of the same `identity`; `is_recovered` says whether there was one.
     """
 
     readers: np.ndarray[Any, Any]
@@ -56,13 +58,9 @@ class Ledger:
         text = json.dumps(identity, sort_keys=True).encode()
         if len(text) > _IDENTITY_BYTES:
             raise ValueError(f"the identity of a pool must have at most {_IDENTITY_BYTES} bytes, got {len(text)}")
-        num_bytes = _file_bytes(num_slots)
-        self.reason = fault_of(path, num_bytes) if path.exists() else "missing"
-        if not self.reason and identity_of(path) != json.loads(text):
-            self.reason = "of another model or size"
-        self.is_recovered = not self.reason
-        if not self.is_recovered:
-            path.unlink(missing_ok=True)
+        of_slot = sum(np.dtype(kind).itemsize for kind in _FIELDS.values())
+        num_bytes = _FIRST_SLOT + of_slot * num_slots
+        self.is_recovered = path.exists()
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)
         try:
@@ -71,11 +69,9 @@ class Ledger:
             self._mapping = mmap.mmap(fd, num_bytes)
         finally:
             os.close(fd)
-        start = _HEAD.size + _IDENTITY_BYTES
-        self.names = np.frombuffer(self._mapping, "V32", MAX_ENGINES, start)
-        start += self.names.nbytes
-        self.processes = np.frombuffer(self._mapping, _PROCESS, MAX_PROCESSES, start)
-        start += self.processes.nbytes
+        self.names = np.frombuffer(self._mapping, "V32", MAX_ENGINES, _FIRST_NAME)
+        self.processes = np.frombuffer(self._mapping, _PROCESS, MAX_PROCESSES, _FIRST_PROCESS)
+        start = _FIRST_SLOT
         for name, kind in _FIELDS.items():
             array = np.frombuffer(self._mapping, kind, num_slots, start)
             setattr(self, name, array)
@@ -152,17 +148,6 @@ class Ledger:
             if self.names[engine].item().strip(b"\0"):
                 self.drop_engine(engine)
 
-    def close(self) -> None:
-        """Drop the views; the file stays."""
-        for name in (*_FIELDS, "names", "processes"):
-            setattr(self, name, None)
-        self._mapping.close()
-
-
-def _file_bytes(num_slots: int) -> int:
-    of_slot = sum(np.dtype(kind).itemsize for kind in _FIELDS.values())
-    return _HEAD.size + _IDENTITY_BYTES + 32 * MAX_ENGINES + _PROCESS.itemsize * MAX_PROCESSES + of_slot * num_slots
-
 
 def _head_of(path: Path) -> tuple[bytes, int, bytes, int]:
     with path.open("rb") as file:
@@ -170,14 +155,12 @@ def _head_of(path: Path) -> tuple[bytes, int, bytes, int]:
     return head
 
 
-def fault_of(path: Path, num_bytes: int = 0) -> str:
-    """Return why a file is not a whole ledger, of `num_bytes` unless 0, or ""."""
+def fault_of(path: Path) -> str:
+    """Return why a file is not a whole ledger, or ""."""
     magic, length, _, num_text = _head_of(path)
     if magic != _MAGIC:
         return "of another version" if magic.startswith(_MAGIC[:6]) else "not a ledger"
-    if path.stat().st_size != length or num_text > _IDENTITY_BYTES:
-        return "truncated"
-    return "of another size" if num_bytes not in (0, length) else ""
+    return "truncated" if path.stat().st_size != length or num_text > _IDENTITY_BYTES else ""
 
 
 def identity_of(path: Path) -> dict[str, Any]:
@@ -190,8 +173,7 @@ def identity_of(path: Path) -> dict[str, Any]:
 
 def living_processes(path: Path) -> list[tuple[int, int, int]]:
     """Return pid, engine and rank of the recorded processes of a whole ledger that still run."""
-    start = _HEAD.size + _IDENTITY_BYTES + 32 * MAX_ENGINES
-    rows = np.fromfile(path, _PROCESS, MAX_PROCESSES, offset=start)
+    rows = np.fromfile(path, _PROCESS, MAX_PROCESSES, offset=_FIRST_PROCESS)
     rows = rows[rows["pid"] != 0]
     return [
         (int(row["pid"]), int(row["engine"]), int(row["rank"]))
@@ -223,6 +205,8 @@ class PoolLedger:
 
     def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return the callable for a bound method of the pool."""
+        if name in ("commit", "abort"):
+            return partial(self._end, READY if name == "commit" else ABSENT, method)
         return partial(getattr(self, "_reserve" if name == "prepare_store" else f"_{name}"), method)
 
     def _recover(self) -> None:
@@ -299,17 +283,10 @@ class PoolLedger:
             self.pending.update(zip(output.keys_to_store, slots.tolist(), strict=True))
         return output
 
-    def _end(self, keys: list[bytes], state: int) -> None:
+    def _end(self, state: int, method: Callable[..., Any], keys: list[bytes], *args: Any, **options: Any) -> Any:
         slots = [self.pending.pop(key) for key in keys if key in self.pending]
         if slots:
             self._ledger.end(slots, state)
-
-    def _commit(self, method: Callable[..., Any], keys: list[bytes], *args: Any, **options: Any) -> Any:
-        self._end(keys, READY)
-        return method(keys, *args, **options)
-
-    def _abort(self, method: Callable[..., Any], keys: list[bytes], *args: Any, **options: Any) -> Any:
-        self._end(keys, ABSENT)
         return method(keys, *args, **options)
 
     def _reset(self, method: Callable[[], None]) -> None:

@@ -25,21 +25,10 @@ from typing import Any
 
 from kvcache.assembly.assemble import OffloadSettings, open_manager
 from kvcache.metrics import EngineStats, OwnerStats, Part
+from kvcache.node import protocol
 from kvcache.node.leases import EngineLeases, NodeLeases
 from kvcache.node.ledger import MAX_ENGINES, Ledger, fault_of, identity_of, living_processes
-from kvcache.node.protocol import (
-    DONE,
-    HELLO,
-    REFUSED,
-    STATS,
-    VERSION,
-    WELCOME,
-    Frame,
-    FrameReader,
-    differences,
-    pack,
-    unpack_hello,
-)
+from kvcache.node.protocol import Frame, FrameReader, differences, pack, unpack_hello
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.transfer.free_memory import check_memory
 from kvcache.transfer.shared_file import SharedBlocks, remove_unmapped
@@ -286,10 +275,10 @@ class Owner:
 
     def _answer(self, connection: Connection, frame: Frame) -> bytes | None:
         self.stats["frames"] += 1
-        if frame.op == HELLO:
+        if frame.op == protocol.HELLO:
             return self._greet(connection, frame)
-        if frame.op == STATS:
-            return pack(DONE, 0, frame.request, json.dumps(self._figures()).encode())
+        if frame.op == protocol.STATS:
+            return pack(protocol.DONE, 0, frame.request, json.dumps(self._figures()).encode())
         if connection.engine is None or self.pool is None:
             raise ValueError(f"operation {frame.op} before the greeting of a scheduler")
         answer = self.pool.leases.apply(connection.engine, frame)
@@ -337,7 +326,7 @@ class Owner:
         except Exception as error:
             # Also one of a tier or an exporter, which the first engine's options name.
             self.stats["refused_clients"] += 1
-            return pack(REFUSED, 0, 0, f"{error}".encode())
+            return pack(protocol.REFUSED, 0, 0, f"{error}".encode())
         assert self.pool is not None
         if hello["rank"] < 0:
             leases = self.pool.leases
@@ -349,15 +338,17 @@ class Owner:
             leases.resume(engine, requests if is_known else [])
             connection.engine, engine.num_outages = engine, int(hello.get("outages", 0))
         answer = {"number": number, "pool_id": self.pool.ledger.pool_id, "pid": os.getpid(), "inode": self.pool.inode}
-        return pack(WELCOME, is_known, 0, json.dumps(answer).encode())
+        return pack(protocol.WELCOME, is_known, 0, json.dumps(answer).encode())
 
     def _admit(self, connection: Connection, hello: Mapping[str, Any]) -> tuple[int, bool]:
         """Return the number of an engine, and whether this process of it is known. ValueError: it is refused."""
         pid, uid, _ = struct.unpack("3i", connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.geteuid():
             raise ValueError(f"the pool belongs to user {os.geteuid()}, this process to user {uid}")
-        if hello["version"] != VERSION:
-            raise ValueError(f"the owner speaks version {VERSION} of the protocol, this engine {hello['version']!r}")
+        if hello["version"] != protocol.VERSION:
+            raise ValueError(
+                f"the owner speaks version {protocol.VERSION} of the protocol, this engine {hello['version']!r}"
+            )
         if connection.pidfd < 0 or _pid_of(connection.pidfd) != pid:
             raise ValueError("engines and owner must share a pid namespace: the process of this engine is not visible")
         self._check_pool(hello)
@@ -461,20 +452,14 @@ def _pid_of(pidfd: int) -> int:
     return -1
 
 
-def main(arguments: list[str]) -> int:
-    """Serve the pool of a folder; with a second argument, JSON of options, as a service."""
-    folder = Path(arguments[0])
-    options = json.loads(arguments[1]) if len(arguments) > 1 else None
+def main(folder: str) -> int:
+    """Serve the pool of a folder until its engines have ended."""
     try:
-        owner = Owner(folder, options, LINGER_S if options is None else None)
+        owner = Owner(Path(folder))
     except ValueError as error:
         print(f"kvcache: error: {error}", file=sys.stderr)
         return 1
-    signal.signal(signal.SIGTERM, owner.retire if options is None else owner.stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if options is None else owner.stop)
+    signal.signal(signal.SIGTERM, owner.retire)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     owner.run()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -137,7 +137,6 @@ def fault_of(folder, monitor):
         fault = f"slots are lost: {len(ready)} ready, {figures['num_free']} free of {NUM_BLOCKS}"
     if wrong or len(set(keys)) < len(keys) or ledger.readers.any() or (ledger.state == 1).any():
         fault += f"; {wrong} wrong, {len(keys) - len(set(keys))} twice, {ledger.readers.any()} held in the ledger"
-    ledger.close()
     return fault
 
 
