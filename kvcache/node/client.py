@@ -400,7 +400,7 @@ class NodeManager(OffloadingManager):
         answer = None
         with suppress(ValueError):
             payload, num_bytes = pack_keys([*keys, *(os.urandom(len(keys[0])) for _ in range(num_grants))])
-            answer = self._ask(protocol.OFFER, 0, view.number, payload, num_bytes)
+            answer = self._ask(protocol.OFFER, num_grants, view.number, payload, num_bytes)
         if answer is None or answer.flag == 2:
             return None
         slots = np.frombuffer(answer.payload, "<i4").tolist()

@@ -55,11 +55,12 @@ class EngineLeases:
 class NodeLeases:
     """Applies the messages of engines to one manager, whose block ids are the slots of the pool.
 
-    `engines` are the leases of each engine by its number.
+    `memory` has a row per slot, `engines` are the leases of each engine by its number.
     """
 
-    def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, ledger: Ledger) -> None:
+    def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, ledger: Ledger, memory: Any) -> None:
         self.manager = manager
+        self._memory = memory
         self.ledger = ledger
         self.engines: dict[int, EngineLeases] = {}
         self.num_slots = len(ledger.state)
@@ -217,16 +218,21 @@ class NodeLeases:
         return pack(protocol.HELD, flag, request, payload + slots.astype("<i4").tobytes())
 
     def _offer(self, engine: EngineLeases, frame: Frame) -> bytes:
-        """Reserve slots for the absent blocks of a store."""
-        keys, _ = unpack_keys(frame.payload, frame.key_bytes)
+        """Reserve slots for the absent blocks of a store, and for any later blocks: the flag counts their names."""
+        offered, _ = unpack_keys(frame.payload, frame.key_bytes)
+        keys = offered[: len(offered) - frame.flag]
         lease = engine.leases.get(frame.request)
         if lease is None:
             lease = engine.leases[frame.request] = Lease()
-        output = None
+        output = grants = None
+        pool = self.manager.pool
         if len(keys) + engine.num_held + len(engine.writing) <= self._limit:
             self._hooks.writer = engine.number
             try:
                 output = self.manager.prepare_store(keys, lease.context)
+                if output is not None and frame.flag and not (pool.gated_blocks or pool.policy.reads_clock):
+                    # Not for a policy that learns from each key, or that may decline the blocks.
+                    grants = pool.reserve(offered[len(keys) :], is_move=True)
             finally:
                 self._hooks.writer = OWNER
         if output is None:
@@ -234,10 +240,13 @@ class NodeLeases:
         self.manager.reorder(lease.context)
         taken = output.keys_to_store
         slots = output.store_spec.block_ids  # type: ignore[attr-defined]
+        if grants is not None:
+            taken = taken + grants.keys_to_store
+            slots = np.concatenate([slots, grants.store_spec.block_ids])  # type: ignore[attr-defined]
         engine.writing.update(zip(slots.tolist(), taken, strict=True))
-        if len(taken) == len(keys):
+        if len(taken) == len(offered):
             return pack(protocol.SLOTS, 0, frame.request, slots.astype("<i4").tobytes())
-        place_of = {key: place for place, key in reversed([*enumerate(keys)])}
+        place_of = {key: place for place, key in reversed([*enumerate(offered)])}
         places = [place_of[key] for key in taken]
         return pack(protocol.SLOTS, 1, frame.request, np.array([*places, *slots.tolist()], "<i4").tobytes())
 
@@ -252,15 +261,34 @@ class NodeLeases:
             if slot not in engine.writing:
                 raise ValueError(f"the engine does not write slot {slot}")
         keys = [engine.writing.pop(slot) for slot in slots]
-        for i, name in enumerate(names):
-            if keys[i] not in (b"", name):
-                keys[i] = self._hooks.rename(keys[i], name, slots[i], context, engine.number) if success else keys[i]
+        for i, key in enumerate(names):
+            if success and keys[i] not in (b"", key):
+                keys[i] = self._rename(engine, keys[i], key, slots[i], context)
         stale = [slot for slot, key in zip(slots, keys, strict=True) if not key]
         if stale:
             self._uncount(engine, np.array(stale))
             self.manager.pool.give_back(stale)
         if len(stale) < len(slots):
             self.manager.complete_store([key for key in keys if key] if stale else keys, context, success)
+
+    def _rename(self, engine: EngineLeases, name: bytes, key: bytes, slot: int, context: ReqContext | None) -> bytes:
+        """Give a written block its key in place of the random name of its slot; return the key to commit.
+
+        Another engine may have stored the block, or be writing it: then the copy is dropped with its name.
+        """
+        pool = self.manager.pool
+        pool.abort([name], is_move=True)
+        if pool.states([key]) == bytes([ABSENT]):
+            self._hooks.writer = engine.number
+            output = pool.reserve([key], context, is_move=True)
+            self._hooks.writer = OWNER
+            if output is not None and output.keys_to_store:
+                # A pool hands out the slot that was freed last, but first those that were never used.
+                (new_slot,) = output.store_spec.block_ids.tolist()  # type: ignore[attr-defined]
+                if new_slot != slot:
+                    self._memory[new_slot] = self._memory[slot]
+                return key
+        return name
 
     def _hold(self, engine: EngineLeases, lease: Lease, keys: list[bytes], slots: Any, is_pinned: bool = False) -> None:
         if keys and not is_pinned:

@@ -198,7 +198,6 @@ class PoolLedger:
         self.writer = OWNER
         self.withheld: Counter[int] = Counter()
         self.pending: dict[bytes, int] = {}
-        self._is_filled = False
         if ledger.is_recovered:
             self._recover()
         Watch.of(pool).add(self)
@@ -248,28 +247,6 @@ class PoolLedger:
         ledger.state[:] = ABSENT
         self.pending.clear()
 
-    def rename(self, name: bytes, key: bytes, slot: int, req_context: ReqContext | None, writer: int) -> bytes:
-        """Reserve the written slot of `name` for the absent block `key`; return which of the two may be committed.
-
-        The copy has ended, so that the slot may be free in between.
-        """
-        pool = self._pool
-        if not self._is_filled:
-            # A pool hands out slots that were never used first, and then the one that was freed last.
-            unused = [b"empty slot %d" % i for i in range(pool.num_free)]
-            pool.reserve(unused, is_move=True)
-            pool.abort(unused[::-1], is_move=True)
-            self._is_filled = True
-        pool.abort([name], is_move=True)
-        if pool.states([key]) == bytes([ABSENT]):
-            self.writer = writer
-            output = pool.reserve([key], req_context, is_move=True)
-            self.writer = OWNER
-            if output is not None and output.store_spec.block_ids.tolist() == [slot]:
-                return key
-            pool.abort([key], is_move=True)
-        return name
-
     def _withhold_leased(self, num_leases: Mapping[int, int]) -> None:
         """Withhold free slots that clients hold without a block, each until its last lease has given it back."""
         self._pool.withhold(sorted(num_leases))
@@ -291,7 +268,6 @@ class PoolLedger:
 
     def _reset(self, method: Callable[[], None]) -> None:
         method()
-        self._is_filled = False
         self.pending.clear()
         self.withheld.clear()
         self._ledger.state[:] = ABSENT

@@ -104,7 +104,7 @@ class NodePool:
             raise
         self.has_tiers = isinstance(self.manager, TieredOffloadingManager)
         try:
-            self.leases = NodeLeases(self.manager, self.ledger)
+            self.leases = NodeLeases(self.manager, self.ledger, self.shared.array)
             for engine in {engine for _, engine, _ in self.processes}:
                 self.leases.add_engine(engine)
         except BaseException:

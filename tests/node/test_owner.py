@@ -1,5 +1,6 @@
 """The owner process: refusals, broken clients, outages, recovery and its end."""
 
+import gc
 import json
 import os
 import shutil
@@ -126,6 +127,7 @@ def test_owner_start_removes_dead_pools(node, kind):
         dead.owner._check_pool(greeting("a", dead.identity, dead.options))
     dead.stop()
     dead.owner.pool = None  # its mapping ends with the process
+    gc.collect()
     os.truncate(dead.folder / "owner.lock", kind == "service")
     pool = SharedBlocks(dead.folder / "pool", 8, BLOCK_BYTES, is_owner=False) if kind == "mapped" else None
     node(8)
