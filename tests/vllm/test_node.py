@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 from engine_options import BLOCK_BYTES
+from engine_tiering import engine_spec_config
 from test_processes import two_rounds
 
+from kvcache.integrations.vllm import KVCacheOffloadingSpec
 from kvcache.integrations.vllm.node import joined_region
 from kvcache.node.protocol import node_folder
 
@@ -38,6 +40,20 @@ def test_random_hash_seed_is_refused(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED")
     config.cache_config.prefix_caching_hash_algo = "sha256"
     assert seeded != _seed(config) == _seed(config)
+
+
+@pytest.mark.parametrize("data_plane", ["vllm", "kvcache"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pp": 2}, "'node_pool' does not work with a pipeline of 2 stages"),
+        ({"enable_events": True}, "KV events do not work with 'node_pool'; leave out --kv-events-config"),
+    ],
+)
+def test_what_node_pool_excludes_is_refused(options, message, data_plane):
+    extra_config = {"cpu_bytes_to_use": 1 << 20, "node_pool": True, "data_plane": data_plane}
+    with pytest.raises(ValueError, match=message):
+        KVCacheOffloadingSpec(engine_spec_config(extra_config, **{"enable_events": False, **options})).get_manager()
 
 
 def test_next_engine_loads_blocks_of_first(boot, models, prompts, expected, pool):
