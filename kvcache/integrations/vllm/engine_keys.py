@@ -92,7 +92,7 @@ def _spec_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def node_faults(engine: Mapping[str, Any], has_events: bool) -> Iterator[tuple[str, str]]:
-    """Yield the level and text of each option that a node's pool excludes; `engine` are vLLM's own options, or empty."""
+    """Yield level and text of each option that a node's pool excludes; `engine` are vLLM's own options, or empty."""
     if has_events:
         yield "error", f"KV events do not work with {settings.NODE_POOL!r}; leave out kv_events_config"
     stages = engine.get("pipeline_parallel_size", 1)
