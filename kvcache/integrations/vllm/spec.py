@@ -84,7 +84,9 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         # Without tiers, only the workers map the region, and vLLM unlinks it at once.
         kind: Any = CPUOffloadingSpec
         if self.node_pool:
-            with self.joined_region():
+            from kvcache.integrations.vllm.node import joined_region
+
+            with joined_region(self, self._block_tokens(), self._engine_config):
                 return kind.create_worker(self, kv_caches)
         if self._is_mapped_by_scheduler():
             kind = TieringOffloadingSpec
@@ -118,12 +120,6 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         # The same after a restart, unlike vLLM's id of the engine: series go on.
         engine = f"{self.config.model.name}@{socket.gethostname()}"[-MAX_LABEL_CHARS:]
         return {"engine": engine, "rank": str(self.config.parallel.data_parallel_index)}
-
-    def joined_region(self) -> Any:
-        """Return a context in which vLLM's region is the pool of this worker's node."""
-        from kvcache.integrations.vllm.node import joined_region
-
-        return joined_region(self, self._block_tokens(), self._engine_config)
 
     def open_worker_pool(self) -> Any:
         """Register this worker with the pool of its node, and map it."""
