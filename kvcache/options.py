@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from fractions import Fraction
 from functools import partial
@@ -52,6 +52,7 @@ _SIZE_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp"
 _COUNT_UNITS: dict[str, int | Fraction] = {"": 1, "k": 1000, "m": 1000**2, "b": 1000**3}
 _DURATION_UNITS: dict[str, int | Fraction] = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 _DURATION_UNITS |= {"us": Fraction(1, 10**6), "ms": Fraction(1, 1000)}
+MOST_KEY_GROUPS = 64
 _MOST_COUNT = 1 << 53
 _MOST_BYTES = 1 << 60
 _MOST_THREADS = 1024
@@ -472,6 +473,20 @@ def check_int(name: str, value: object, least: int = 1, most: int | None = None)
         limits = f">= {least}" if most is None else f"in {least}..{most}"
         raise ValueError(f"{name} must be an int {limits}, got {value!r}")
     return value
+
+
+def check_windows(group_windows: object) -> list[int | None]:
+    """Return the windows of KV-cache groups as a list of ints >= 1, and None for the one group without a window."""
+    if isinstance(group_windows, str | bytes) or not isinstance(group_windows, Sequence):
+        raise ValueError(f"group_windows must be a list such as [null, 1], got {group_windows!r}")
+    for window in group_windows:
+        if window is not None:
+            check_int("a window of group_windows", window)
+    if list(group_windows).count(None) != 1:
+        raise ValueError(f"exactly one group of group_windows must have no window (null), got {group_windows!r}")
+    if len(group_windows) > MOST_KEY_GROUPS:
+        raise ValueError(f"group_windows must name at most {MOST_KEY_GROUPS} groups, got {len(group_windows)}")
+    return list(group_windows)
 
 
 def check_seconds(name: str, value: object) -> float:

@@ -22,7 +22,7 @@ from kvcache.core.request_keys import RequestKeys
 from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import MANAGER_METRICS, EventStats, ManagerStats, Part, PolicyStats
-from kvcache.options import check_int, check_share
+from kvcache.options import check_int, check_share, check_windows
 from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
 from kvcache.request import HintReader, ReqContext, Retention, check_next_use
@@ -34,27 +34,12 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 MAX_BLOCKS = 1 << 30
-MOST_KEY_GROUPS = 64
 Keys = Iterable[bytes]
 
 
 def _inner(path: str, doc: str) -> Any:
     """Return a property that reads an attribute of a part of its object."""
     return property(attrgetter(path), doc=doc)
-
-
-def _checked_windows(group_windows: Any) -> list[int | None]:
-    """Return the windows of KV-cache groups as a list of ints >= 1, and None for the one group without a window."""
-    if isinstance(group_windows, str | bytes) or not isinstance(group_windows, Sequence):
-        raise ValueError(f"group_windows must be a list such as [null, 1], got {group_windows!r}")
-    for window in group_windows:
-        if window is not None:
-            check_int("a window of group_windows", window)
-    if list(group_windows).count(None) != 1:
-        raise ValueError(f"exactly one group of group_windows must have no window (null), got {group_windows!r}")
-    if len(group_windows) > MOST_KEY_GROUPS:
-        raise ValueError(f"group_windows must name at most {MOST_KEY_GROUPS} groups, got {len(group_windows)}")
-    return list(group_windows)
 
 
 class BlockPool:
@@ -144,7 +129,7 @@ class BlockPool:
         self, cache_policy: str | type, backend: Backend | None, group_windows: Sequence[int | None] | None
     ) -> BlockCacheOps:
         policy_type = POLICIES.resolve(cache_policy)
-        windows = [None] if group_windows is None else _checked_windows(group_windows)
+        windows = [None] if group_windows is None else check_windows(group_windows)
         if len(windows) > 1:
             if policy_type.group_policy is None or backend is not None:
                 where = "a custom backend" if backend is not None else f"the policy {policy_type.__name__}"

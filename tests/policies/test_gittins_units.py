@@ -400,11 +400,13 @@ def test_keys_outside_sets_are_declined() -> None:
     assert engine.manager.stats().declined_blocks == 5
 
 
-def test_unknown_group_is_served_by_lru() -> None:
+@pytest.mark.parametrize("key", [b"key", make_offload_key(b"of another size", 1)])
+def test_key_without_anchor_is_served_by_lru(key: bytes) -> None:
     engine = Engine(6, [None, 1])
     path = [b"%d" % i for i in range(6)]
     context = engine.open(path, 0)
-    keys = [*engine.anchors(path[:4]), b"key"]
+    context.set_offload_key_position(key, TOKENS)
+    keys = [*engine.anchors(path[:4]), key]
     engine.manager.complete_store(engine.manager.prepare_store(keys, context).keys_to_store, context)
 
     assert engine.policy.leave_first == keys

@@ -93,8 +93,11 @@ class ReferenceUnits(ReferenceGittins):
         request.uses.add(anchors)
         self.count_uses(anchors, request.uses)
 
+    def anchor_of(self, key: bytes) -> bytes:
+        return make_offload_key(key[:-4], self.anchor_group)
+
     def index_in(self, request: Serving, key: bytes) -> int:
-        return request.path.index(make_offload_key(key[:-4], self.anchor_group))
+        return request.path.index(self.anchor_of(key))
 
     def load(self, request: Serving, hit: int) -> None:
         self.use(request, request.path[:hit] + self.set_of(request.path, hit))
@@ -133,6 +136,9 @@ class ReferenceUnits(ReferenceGittins):
         self.use(request, keys, is_store=True)
         request.named.update(dict.fromkeys(keys, True))
         absent = [key for key in dict.fromkeys(keys) if key not in self.blocks and key not in self.needs]
+        if any(self.anchor_of(key) not in request.path for key in absent) and request.mode != "lru":
+            request.mode = "lru"
+            self.lru_requests += 1
         self._recall([key for key in absent if self.is_anchor(key)], keys, request.uses)
         self.named = {*keys, *self.pending}
         if request.mode == "lru":
@@ -226,7 +232,7 @@ class ReferenceUnits(ReferenceGittins):
                 self.group_of[key].resident[key] = None
         deepest = request.hit
         for end in request.ends:
-            if self.is_chain(path, end) and self.is_set_resident(path, end):
+            if path[end - 1] in self.boundaries or (self.is_chain(path, end) and self.is_set_resident(path, end)):
                 if path[end - 1] not in self.boundaries:
                     self.make_boundary(path, end)
                 deepest = end
@@ -337,11 +343,11 @@ class ReferenceUnits(ReferenceGittins):
 
     def end(self, request: Serving) -> None:
         """Queue windowed keys that no boundary needs, and the last anchor of a prompt that was not offered whole."""
-        if request.mode == "lru":
-            return
         for key in request.named:
             if self.needs.get(key) == 0:
                 self.queue(key)
+        if request.mode == "lru":
+            return
         num_resident = next((i for i, key in enumerate(request.path) if key not in self.blocks), len(request.path))
         last = request.path[num_resident - 1] if 0 < num_resident < len(request.path) else None
         if last is not None and not request.named[request.path[num_resident]] and last not in self.boundaries:

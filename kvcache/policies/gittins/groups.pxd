@@ -1,6 +1,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
+from kvcache.core.table cimport BlockTable
 from kvcache.policies.gittins.values cimport NUM_BINS, NUM_CELLS, NUM_CLASSES, ValueTable
 
 cdef enum:
@@ -75,6 +76,7 @@ cdef class AgedGroups:
     cdef void unlink_holder(self, int32_t group) noexcept nogil
     cdef void mark_holders(self) noexcept nogil
     cdef void age(self) noexcept nogil
+    cdef list listed(self, BlockTable table)
     cdef int check(self, dict known) except -1
 
 

@@ -186,6 +186,25 @@ cdef class AgedGroups:
             if self.queues[HOLDERS][self.values.ranked[rank]].first != 0:
                 self.holders[rank >> 6] |= <uint64_t> 1 << (rank & 63)
 
+    cdef list listed(self, BlockTable table):
+        """Return (class, bin, resident keys in path order) of each group, the oldest of a cell first."""
+        cdef int32_t cell, cohort, group, row
+        lists = []
+        for cell in range(self.values.num_ranked):
+            cohort = self.queues[HOLDERS][cell].first
+            while cohort != 0:
+                group = self.cohorts[cohort].groups[HOLDERS].first
+                while group != 0:
+                    keys = []
+                    row = self.groups[group].tail
+                    while row != 0:
+                        keys.append(<object> table.rows[row].key)
+                        row = table.rows[row].prev
+                    lists.append((cell // NUM_BINS, cell % NUM_BINS, keys[::-1]))
+                    group = self.groups[group].next[HOLDERS]
+                cohort = self.cohorts[cohort].next[HOLDERS]
+        return lists
+
     cdef int check(self, dict known) except -1:
         """Check all links. Raise BlockStateError if one is wrong. Write the known keys of each group to `known`."""
         cdef int32_t cell, cohort, next, rank

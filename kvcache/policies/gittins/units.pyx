@@ -5,32 +5,26 @@ too. One missing windowed key makes all blocks back to the previous such place u
 """
 
 cimport cython
-from cpython.object cimport PyObject
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memset
 
 from kvcache.core.eviction_queue cimport Row
-from kvcache.core.index cimport Probe, hash_of_bytes, index_first, index_next, zeroed
+from kvcache.core.index cimport zeroed
 from kvcache.core.request_keys cimport RequestKeys
-from kvcache.core.table cimport PyBytes_CheckExact, PyBytes_GET_SIZE, count_rows
+from kvcache.core.table cimport count_rows
 from kvcache.policies.gittins.groups cimport HOLDERS, class_of, lowest_bit
 from kvcache.policies.gittins.policy cimport (
     GROUPED, NUM_LISTS, QUEUED, WINDOWED, GittinsCachePolicy, Label, MadeGroup, RequestState, group_in,
 )
+from kvcache.policies.gittins.sets cimport GroupSets, anchor_after, anchor_before, position_of
 from kvcache.policies.gittins.values cimport CLASSES_PER_HINT, NUM_BINS
 
 from kvcache.block import BlockStateError
-from kvcache.options import check_int
+from kvcache.options import check_windows
 from kvcache.policies.base import CachePolicy
 
-cdef extern from "Python.h":
-    char* PyBytes_AS_STRING(PyObject* key) noexcept nogil
-
 cdef enum:
-    MOST_KEY_GROUPS = 64
-    MOST_KEY_BYTES = 512
-    GROUP_BYTES = 4
     WAY_BACK = 8            # a passed boundary is given up if an older one is nearer than this many times its slots
     MOST_PASSED = 2048      # groups with a blocked tail that one store skips
     LEAVING = NUM_LISTS     # in place of a list, of a row that is being removed
@@ -65,12 +59,6 @@ cdef struct NewKey:
     int unit
     bint is_windowed
 
-# A windowed key of a set: the anchor at its position, its place + 1 in the request (0: unused), its row (0: absent).
-cdef struct SetKey:
-    int32_t anchor
-    int32_t place
-    int32_t row
-
 
 @cython.final
 cdef class UnitGittinsPolicy(GittinsCachePolicy):
@@ -86,19 +74,14 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     of their own: they leave with their boundaries.
 
     A request's first call must name the positions of its prompt's keys, and use its anchors. Without positions, or with
-    a key of an unknown group, sets cannot be found: such a request is served by lru, and counted (`lru_requests`).
+    a key of an unknown group or at no anchor's position (blocks of another size), sets cannot be found: such a request
+    is served by lru, and counted (`lru_requests`).
     """
 
     group_policy = None
 
-    cdef int num_groups
-    cdef int anchor_group
-    cdef int32_t* windows               # [num_groups], in blocks; 0: no window
-    cdef int32_t set_size               # the sum of all windows
-    cdef int32_t largest_window
+    cdef GroupSets sets
     cdef Unit* units                    # [num_rows]
-    cdef int32_t* reach                 # [largest_window]: anchors before an end, deep to shallow
-    cdef SetKey* set_keys               # [set_size], of the last `_read_set`
     # Of the call in progress.
     cdef NewKey* new                    # [room]: the absent keys in the order in which they are stored
     cdef uint64_t* anchor_hashes        # [room], behind `new`: the anchors that the request uses for the first time
@@ -113,15 +96,13 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
 
     def __cinit__(self, cache_capacity):
         self.takes_any = True
+        self.sets = GroupSets(self.table, [None])
         self.units = <Unit*> zeroed(self.table.num_rows * sizeof(Unit))
         if self.units == NULL:
             raise MemoryError(f"no memory for {cache_capacity} blocks")
 
     def __dealloc__(self):
         free(self.units)
-        free(self.windows)
-        free(self.reach)
-        free(self.set_keys)
         free(self.new)
 
     cdef int reserve_policy(self, Py_ssize_t n) except -1:
@@ -144,34 +125,14 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         Raises
         ------
         ValueError
-            A window is neither None nor an int >= 1, not exactly one group has no window, or there are too many groups.
+            As `kvcache.options.check_windows`.
         BlockStateError
             The policy holds blocks already.
         """
-        cdef int group
-        windows = list(group_windows)
-        for window in windows:
-            if window is not None:
-                check_int("a window of group_windows", window)
-        if not 1 <= len(windows) <= MOST_KEY_GROUPS:
-            raise ValueError(f"group_windows must name 1 to {MOST_KEY_GROUPS} groups, got {len(windows)}")
-        if windows.count(None) != 1:
-            raise ValueError(f"exactly one group of group_windows must have no window (None), got {windows}")
+        windows = check_windows(group_windows)
         if self.table.num_resident:
             raise BlockStateError("group_windows must be set before the first block is stored")
-        # A larger window would never be resident either.
-        windows = [min(window or 0, self.table.cache_capacity + 1) for window in windows]
-        self.windows = <int32_t*> realloc(self.windows, len(windows) * sizeof(int32_t))
-        self.reach = <int32_t*> realloc(self.reach, (max(windows) + 1) * sizeof(int32_t))
-        self.set_keys = <SetKey*> realloc(self.set_keys, (sum(windows) + 1) * sizeof(SetKey))
-        if self.windows == NULL or self.reach == NULL or self.set_keys == NULL:
-            raise MemoryError(f"no memory for windows of {sum(windows)} blocks")
-        self.num_groups = <int> len(windows)
-        for group in range(self.num_groups):
-            self.windows[group] = windows[group]
-        self.anchor_group = <int> windows.index(0)
-        self.set_size = sum(windows)
-        self.largest_window = max(windows)
+        self.sets = GroupSets(self.table, windows)
 
     def gauges(self):
         """Return the gauges of `gittins`, and the number of requests that were served by lru."""
@@ -190,119 +151,14 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     @property
     def listed(self):
         """The lists of anchors: (class, bin, keys in path order) of each group, the oldest of a cell first."""
-        cdef int32_t cell, cohort, group, row
-        lists = []
-        for cell in range(self.values.num_ranked):
-            cohort = self.aged.queues[HOLDERS][cell].first
-            while cohort != 0:
-                group = self.aged.cohorts[cohort].groups[HOLDERS].first
-                while group != 0:
-                    keys = []
-                    row = self.aged.groups[group].tail
-                    while row != 0:
-                        keys.append(<object> self.table.rows[row].key)
-                        row = self.table.rows[row].prev
-                    lists.append((cell // NUM_BINS, cell % NUM_BINS, keys[::-1]))
-                    group = self.aged.groups[group].next[HOLDERS]
-                cohort = self.aged.cohorts[cohort].next[HOLDERS]
-        return lists
-
-    # ---- keys and positions -------------------------------------------------------------------------------------
-
-    cdef int _group_of(self, PyObject* key) noexcept nogil:
-        """Return the KV-cache group that a key names, or -1 if the model has no such group."""
-        cdef Py_ssize_t size
-        cdef const uint8_t* at
-        cdef uint32_t group
-        if not PyBytes_CheckExact(key):
-            return -1
-        size = PyBytes_GET_SIZE(key)
-        if not GROUP_BYTES < size <= MOST_KEY_BYTES:
-            return -1
-        at = <const uint8_t*> PyBytes_AS_STRING(key) + size - GROUP_BYTES
-        group = <uint32_t> at[0] << 24 | <uint32_t> at[1] << 16 | <uint32_t> at[2] << 8 | at[3]
-        return <int> group if group < <uint32_t> self.num_groups else -1
-
-    cdef int32_t _windowed_row(self, PyObject* anchor, int group) noexcept nogil:
-        """Return the row of the windowed key at an anchor's position, or 0."""
-        cdef char[MOST_KEY_BYTES] name
-        cdef Py_ssize_t size = PyBytes_GET_SIZE(anchor)
-        cdef uint64_t hash
-        cdef Probe probe
-        cdef int32_t row
-        memcpy(name, PyBytes_AS_STRING(anchor), size - GROUP_BYTES)
-        memset(name + size - GROUP_BYTES, 0, GROUP_BYTES - 1)
-        name[size - 1] = <char> group
-        hash = hash_of_bytes(name, size)
-        row = index_first(self.table.buckets, self.table.num_buckets, hash, &probe)
-        while row != 0 and not (
-                self.table.rows[row].hash == hash and PyBytes_GET_SIZE(self.table.rows[row].key) == size
-                and memcmp(PyBytes_AS_STRING(self.table.rows[row].key), name, size) == 0):
-            row = index_next(self.table.buckets, self.table.num_buckets, hash, &probe)
-        return row
-
-    cdef inline int32_t _anchor_before(self, RequestKeys names, int32_t anchor) noexcept nogil:
-        """Return the anchor before one on the path, or 0."""
-        cdef int32_t place = names.uses[anchor - 1].before
-        while place != 0 and names.uses[place - 1].note < 0:
-            place = names.uses[place - 1].before
-        return place
-
-    cdef inline int32_t _anchor_after(self, RequestKeys names, int32_t anchor) noexcept nogil:
-        """Return the anchor behind one on the path; behind 0, the first."""
-        cdef int32_t place = names.uses[anchor - 1].after if anchor != 0 else names.head
-        while place != 0 and names.uses[place - 1].note < 0:
-            place = names.uses[place - 1].after
-        return place
-
-    cdef int32_t _neighbour(self, RequestKeys names, int32_t place, int group) noexcept nogil:
-        """Return the place + 1 of a group's key at the position of the key at `place` - 1, or 0.
-
-        Keys of one position are linked side by side. The note of a windowed key is -1 - its group.
-        """
-        cdef int64_t position = names.uses[place - 1].position
-        cdef int32_t at = place
-        while at != 0 and names.uses[at - 1].position == position:
-            if self._is_of(names, at, group):
-                return at
-            at = names.uses[at - 1].before
-        at = names.uses[place - 1].after
-        while at != 0 and names.uses[at - 1].position == position:
-            if self._is_of(names, at, group):
-                return at
-            at = names.uses[at - 1].after
-        return 0
-
-    cdef inline bint _is_of(self, RequestKeys names, int32_t place, int group) noexcept nogil:
-        cdef int32_t note = names.uses[place - 1].note
-        return note >= 0 if group == self.anchor_group else note == -1 - group
-
-    cdef Py_ssize_t _read_set(self, RequestKeys names, int32_t end) noexcept nogil:
-        """Write the set of an end to `set_keys`, by group, shallow to deep. Return the number of its keys."""
-        cdef Py_ssize_t i, length = 0, count = 0
-        cdef int32_t place, anchor = end
-        cdef int group
-        while anchor != 0 and length < self.largest_window:
-            self.reach[length] = anchor
-            length += 1
-            anchor = self._anchor_before(names, anchor)
-        for group in range(self.num_groups):
-            for i in range(min(self.windows[group], length) - 1, -1, -1):
-                anchor = self.reach[i]
-                place = self._neighbour(names, anchor, group)
-                self.set_keys[count].anchor = anchor
-                self.set_keys[count].place = place
-                self.set_keys[count].row = (names.row_now(self.table, place - 1) if place != 0
-                                            else self._windowed_row(names.named[anchor - 1].key, group))
-                count += 1
-        return count
+        return self.aged.listed(self.table)
 
     cdef bint _has_set(self, RequestKeys names, int32_t end) noexcept nogil:
         """Return whether the set of an end is resident."""
         cdef Py_ssize_t i
         cdef int32_t row
-        for i in range(self._read_set(names, end)):
-            row = self.set_keys[i].row
+        for i in range(self.sets.read(names, end)):
+            row = self.sets.keys[i].row
             if row == 0 or self.table.rows[row].list_idx == LEAVING:
                 return False
         return True
@@ -311,27 +167,25 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         """Return whether the set of an end is resident, and each anchor in its reach is the parent of the next.
 
         A boundary is given up along its parents. They differ from the path if a request has not named all its keys.
-        Afterwards, `set_keys` holds the set.
+        Afterwards, `sets.keys` holds the set.
         """
         cdef Py_ssize_t i
         cdef int32_t before, row, parent
         if not self._has_set(names, end):
             return False
-        for i in range(self.largest_window):
+        for i in range(self.sets.largest_window):
             row = names.row_now(self.table, end - 1)
             if row == 0:
                 return False
-            before = self._anchor_before(names, end)
+            before = anchor_before(names, end)
             parent = self._parent_of(row)
-            if i + 1 < self.largest_window and parent != (
+            if i + 1 < self.sets.largest_window and parent != (
                     names.row_now(self.table, before - 1) if before != 0 else 0):
                 return False
             if before == 0:
                 return parent == 0
             end = before
         return True
-
-    # ---- the leave-first queue ----------------------------------------------------------------------------------
 
     cdef void _queue(self, int32_t row) noexcept nogil:
         """Append a key that nothing needs to the queue, unless it is in it. An anchor leaves its list."""
@@ -357,20 +211,18 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             self.table.rows[row].list_idx = WINDOWED
             count_rows(self.table, WINDOWED, 1)
 
-    # ---- boundaries ---------------------------------------------------------------------------------------------
-
     cdef void _give_up(self, int32_t anchor) noexcept nogil:
         """End a boundary, if there is one. Keys that nothing else needs are queued, windowed keys before the anchor."""
         cdef int group
         cdef int32_t row, ancestor, _step
         if self.units[anchor].is_boundary:
             self.units[anchor].is_boundary = False
-            for group in range(self.num_groups - 1, -1, -1):
+            for group in range(self.sets.num_groups - 1, -1, -1):
                 ancestor = anchor
-                for _step in range(self.windows[group]):
+                for _step in range(self.sets.windows[group]):
                     if ancestor == 0:
                         break
-                    row = self._windowed_row(self.table.rows[ancestor].key, group)
+                    row = self.sets.windowed_row(self.table.rows[ancestor].key, group)
                     if row != 0 and self.units[row].needs > 0:
                         self.units[row].needs -= 1
                         if self.units[row].needs == 0:
@@ -385,16 +237,14 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef int32_t _step
         if anchor == 0 or not self.units[anchor].is_boundary:
             return
-        for _step in range(WAY_BACK * self.set_size - 1):
-            hit = self._anchor_before(names, hit)
+        for _step in range(WAY_BACK * self.sets.size - 1):
+            hit = anchor_before(names, hit)
             if hit == 0:
                 return
             row = names.row_now(self.table, hit - 1)
             if row != 0 and self.units[row].is_boundary:
                 self._give_up(anchor)
                 return
-
-    # ---- use ------------------------------------------------------------------------------------------------------
 
     cdef Progress* _progress_of(self, RequestKeys request) noexcept nogil:
         cdef Progress* progress = <Progress*> (<char*> request.policy_state + sizeof(RequestState))
@@ -416,12 +266,12 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef int group
         for i in range(n):
             place = request.used[first + i]
-            group = self._group_of(request.named[place].key)
-            if group != self.anchor_group:
+            group = self.sets.group_of(request.named[place].key)
+            if group != self.sets.anchor_group:
                 request.uses[place].note = -1 - group
             if group < 0 or not request.num_positions:
                 self._serve_by_lru(progress)
-            elif group == self.anchor_group:
+            elif group == self.sets.anchor_group:
                 places[count] = place
                 anchor_rows[count] = rows[i]
                 anchor_hashes[count] = hashes[i]
@@ -453,8 +303,6 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             return <int32_t> n
         first = request.uses[request.head - 1].position
         return <int32_t> (request.largest_position // first) if first > 0 else <int32_t> n
-
-    # ---- stores ---------------------------------------------------------------------------------------------------
 
     cdef Py_ssize_t on_offer(
         self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n, Py_ssize_t num_offered, Py_ssize_t last_place,
@@ -495,7 +343,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef void _recall(
         self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n, Py_ssize_t num_offered, Py_ssize_t last_place
     ) noexcept nogil:
-        """Remember new anchors again that were dropped since their use."""
+        """Remember new anchors again that were dropped since their use. Windowed keys must have an anchor."""
         cdef Py_ssize_t i
         cdef int32_t ghost, cls
         cdef MadeGroup[CLASSES_PER_HINT] made
@@ -503,8 +351,11 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         if names.next_use >= self.values.num_hints:
             self._take_up_hint(names.next_use)
         for i in range(n):
-            if self._group_of(names.named[places[i]].key) != self.anchor_group:
+            if self.sets.group_of(names.named[places[i]].key) != self.sets.anchor_group:
                 names.uses[places[i]].note = min(names.uses[places[i]].note, -1)
+                # Its group has blocks of another size.
+                if self.sets.neighbour(names, <int32_t> places[i] + 1, self.sets.anchor_group) == 0:
+                    self._serve_by_lru(self._progress_of(names))
                 continue
             ghost = self._ghost_of(names, places[i])
             if ghost == 0:
@@ -513,45 +364,29 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                     &made[cls], names.next_use * CLASSES_PER_HINT + cls, self._length_of(names, num_offered)))
             names.uses[places[i]].note = ghost
 
-    cdef bint _is_offered(self, RequestKeys names, int32_t anchor, int group) noexcept nogil:
-        """Return whether this call offers a windowed key, resident or not."""
-        cdef int32_t place = self._neighbour(names, anchor, group)
-        return place != 0 and names.named[place - 1].mark == self.table.mark
-
-    cdef bint _is_end_offered(self, RequestKeys names, int32_t end) noexcept nogil:
-        """Return whether this call offers a windowed key of the last position before `end`."""
-        cdef int group
-        for group in range(self.num_groups):
-            if self.windows[group] != 0 and self._is_offered(names, end, group):
-                return True
-        return False
-
-    cdef inline int64_t _position(self, RequestKeys names, int32_t anchor) noexcept nogil:
-        return names.uses[anchor - 1].position if anchor != 0 else -1
-
     cdef void _find_ends(self, RequestKeys names, Progress* progress) noexcept nogil:
         """Find the hit and the ends of a request: behind its leading resident anchors, and behind its prompt.
 
         A call that offers the path's last anchor offers the windowed keys of the prompt's end, too. Otherwise, the
         prompt is taken to end with the path, until windowed keys are offered.
         """
-        cdef int32_t limit = 0, full = 0, hit, anchor = self._anchor_after(names, 0), after = names.finger
+        cdef int32_t limit = 0, full = 0, hit, anchor = anchor_after(names, 0), after = names.finger
         progress.mode = OPEN
         while after != 0:
             limit = after
             after = names.uses[after - 1].after
         if limit != 0 and names.uses[limit - 1].note < 0:
-            limit = self._anchor_before(names, limit)
+            limit = anchor_before(names, limit)
         if limit != 0 and names.named[limit - 1].mark == self.table.mark:
-            while limit != 0 and not self._is_end_offered(names, limit):
-                limit = self._anchor_before(names, limit) if self._position(names, limit) > progress.loaded else 0
+            while limit != 0 and not self.sets.is_end_offered(names, limit):
+                limit = anchor_before(names, limit) if position_of(names, limit) > progress.loaded else 0
         while anchor != 0 and full != limit | (limit == 0) and names.row_now(self.table, anchor - 1) != 0:
             full = anchor
-            anchor = self._anchor_after(names, anchor)
+            anchor = anchor_after(names, anchor)
         hit = full
-        while hit != 0 and (self._position(names, hit) > progress.loaded if progress.loaded > 0
+        while hit != 0 and (position_of(names, hit) > progress.loaded if progress.loaded > 0
                             else not self.units[names.row_now(self.table, hit - 1)].is_boundary):
-            hit = self._anchor_before(names, hit)
+            hit = anchor_before(names, hit)
         progress.hit = hit
         if limit == 0:
             return
@@ -574,57 +409,40 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef int group = -1, group_before = -1
         for i in range(n + 1):
             group = -1 - names.uses[places[i]].note if i < n else -1
-            anchor = self._neighbour(names, <int32_t> places[i] + 1, self.anchor_group) if group >= 0 else 0
+            anchor = self.sets.neighbour(names, <int32_t> places[i] + 1, self.sets.anchor_group) if group >= 0 else 0
             if last == 0:
                 length = 0
-            elif not (group == group_before and anchor != 0 and anchor == self._anchor_after(names, last)):
-                if length <= self.windows[group_before] and self._is_run_whole(names, group_before, last):
+            elif not (group == group_before and anchor != 0 and anchor == anchor_after(names, last)):
+                if length <= self.sets.windows[group_before] and self.sets.is_run_whole(names, group_before, last):
                     self._add_end(names, progress, last)
                 length = 0
             group_before = group
             last = anchor
             length += 1
 
-    cdef bint _is_run_whole(self, RequestKeys names, int group, int32_t end) noexcept nogil:
-        """Return whether a group's set at `end` is offered or resident, and its next key is neither."""
-        cdef int32_t anchor = self._anchor_after(names, end), _step
-        if anchor != 0 and self._is_there(names, anchor, group):
-            return False
-        for _step in range(self.windows[group]):
-            if end == 0:
-                break
-            if not self._is_there(names, end, group):
-                return False
-            end = self._anchor_before(names, end)
-        return True
-
-    cdef bint _is_there(self, RequestKeys names, int32_t anchor, int group) noexcept nogil:
-        return (self._is_offered(names, anchor, group)
-                or self._windowed_row(names.named[anchor - 1].key, group) != 0)
-
     cdef void _add_end(self, RequestKeys names, Progress* progress, int32_t end) noexcept nogil:
         """Add an end. It replaces an end that the engine does not offer and that is not decided."""
         cdef int i, num_ends = progress.num_ends
         cdef int32_t* ends = progress.ends
-        cdef int64_t position = self._position(names, end)
+        cdef int64_t position = position_of(names, end)
         cdef bint is_first
         for i in range(num_ends):
             if ends[i] == end:
                 return
-        if position <= self._position(names, progress.hit):
+        if position <= position_of(names, progress.hit):
             return
         i = num_ends - 1
-        if (num_ends and ends[i] == self._anchor_after(names, end) and self._anchor_after(names, ends[i]) == 0
-                and not self._is_end_offered(names, ends[i])):
+        if (num_ends and ends[i] == anchor_after(names, end) and anchor_after(names, ends[i]) == 0
+                and not self.sets.is_end_offered(names, ends[i])):
             # The engine computes the last token of a prompt again, so the prompt ends with its last block.
             ends[i] = end
             return
         if num_ends == MOST_ENDS:
-            if progress.num_decided or self._is_end_offered(names, ends[0]):
+            if progress.num_decided or self.sets.is_end_offered(names, ends[0]):
                 return
             ends[0] = ends[1]
             num_ends -= 1
-        is_first = num_ends and position < self._position(names, ends[0])
+        is_first = num_ends and position < position_of(names, ends[0])
         if progress.num_decided and (is_first or progress.num_decided > num_ends):
             progress.num_decided += 1
         if is_first:
@@ -646,23 +464,23 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         for i in range(n):
             if names.uses[places[i]].note >= 0:
                 num_anchors += 1
-                if anchor == 0 or names.uses[places[i]].position < self._position(names, anchor):
+                if anchor == 0 or names.uses[places[i]].position < position_of(names, anchor):
                     anchor = <int32_t> places[i] + 1
         for unit in range(progress.num_ends + 1):
-            position = self._position(names, progress.ends[unit]) if unit < progress.num_ends else INT64_MAX
-            while num_anchors != 0 and anchor != 0 and self._position(names, anchor) <= position:
+            position = position_of(names, progress.ends[unit]) if unit < progress.num_ends else INT64_MAX
+            while num_anchors != 0 and anchor != 0 and position_of(names, anchor) <= position:
                 if names.uses[anchor - 1].is_taken:
                     num_anchors -= 1
-                    before = self._anchor_before(names, anchor)
+                    before = anchor_before(names, anchor)
                     if before == 0 or before == last or names.row_now(self.table, before - 1) != 0:
                         self._add_new(names, anchor - 1, anchor, unit, False)
                         last = anchor
-                anchor = self._anchor_after(names, anchor)
+                anchor = anchor_after(names, anchor)
             if unit < progress.num_ends:
-                for i in range(self._read_set(names, progress.ends[unit])):
-                    self.table.rows[self.set_keys[i].row].mark = self.table.mark
-                    if self.set_keys[i].place != 0 and names.uses[self.set_keys[i].place - 1].is_taken:
-                        self._add_new(names, self.set_keys[i].place - 1, self.set_keys[i].anchor, unit, True)
+                for i in range(self.sets.read(names, progress.ends[unit])):
+                    self.table.rows[self.sets.keys[i].row].mark = self.table.mark
+                    if self.sets.keys[i].place != 0 and names.uses[self.sets.keys[i].place - 1].is_taken:
+                        self._add_new(names, self.sets.keys[i].place - 1, self.sets.keys[i].anchor, unit, True)
 
     cdef void _add_new(
         self, RequestKeys names, Py_ssize_t place, int32_t anchor, int unit, bint is_windowed
@@ -703,14 +521,14 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef int64_t before = -1
         cdef int end
         while anchor == 0 or anchor != last:
-            anchor = self._anchor_after(names, anchor)
+            anchor = anchor_after(names, anchor)
             if anchor == 0:
                 break
             num_absent += names.row_now(self.table, anchor - 1) == 0
         for end in range(min(unit + 1, progress.num_ends)):
-            for i in range(self._read_set(names, progress.ends[end])):
-                num_absent += self.set_keys[i].row == 0 and self._position(names, self.set_keys[i].anchor) > before
-            before = self._position(names, progress.ends[end])
+            for i in range(self.sets.read(names, progress.ends[end])):
+                num_absent += self.sets.keys[i].row == 0 and position_of(names, self.sets.keys[i].anchor) > before
+            before = position_of(names, progress.ends[end])
         return num_absent
 
     cdef Py_ssize_t _evict_for(
@@ -846,7 +664,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                     self._place_of(row).label = self._forget(ghost) if ghost > 0 else 0
                     self._queue(row)
                 continue
-            before = self._anchor_before(names, self.new[i].anchor)
+            before = anchor_before(names, self.new[i].anchor)
             before = names.row_now(self.table, before - 1) if before != 0 else 0
             self._set_parent(row, before)
             if before != 0:
@@ -866,9 +684,9 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                 if not self.units[row].is_boundary:
                     self.units[row].is_boundary = True
                     self._unqueue(row)
-                    for i in range(self._read_set(names, progress.ends[end])):
-                        self.units[self.set_keys[i].row].needs += 1
-                        self._unqueue(self.set_keys[i].row)
+                    for i in range(self.sets.read(names, progress.ends[end])):
+                        self.units[self.sets.keys[i].row].needs += 1
+                        self._unqueue(self.sets.keys[i].row)
                 deepest = progress.ends[end]
         if deepest != progress.hit and progress.hit != 0:
             self._pass_boundary(names, progress.hit)
@@ -881,15 +699,13 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         """
         cdef Py_ssize_t place
         cdef int32_t row, anchor = 0, last = 0
-        if self._progress_of(names).mode == BY_LRU:
-            return
         for place in range(names.num_named):
             if names.named[place].seen and names.uses[place].note < 0:
                 row = names.row_now(self.table, place)
                 if row != 0 and self.table.rows[row].list_idx == WINDOWED and self.units[row].needs == 0:
                     self._queue(row)
-        while True:
-            anchor = self._anchor_after(names, anchor)
+        while self._progress_of(names).mode != BY_LRU:
+            anchor = anchor_after(names, anchor)
             if anchor == 0:
                 return
             row = names.row_now(self.table, anchor - 1)
@@ -898,8 +714,6 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                     self._give_up(last)
                 return
             last = row
-
-    # ---- failures and resets ----------------------------------------------------------------------------------------
 
     cdef void on_failure(self, RequestKeys names, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         """Remove blocks of failed stores. The request's boundaries that need them end.
@@ -940,7 +754,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         for end in range(progress.num_ends if progress.mode != BY_LRU else 0):
             row = names.row_now(self.table, progress.ends[end] - 1)
             if row != 0 and self.units[row].is_boundary and (
-                    self._position(names, progress.ends[end]) >= lost or not self._has_set(names, progress.ends[end])):
+                    position_of(names, progress.ends[end]) >= lost or not self._has_set(names, progress.ends[end])):
                 self._give_up(row)
 
     cdef void on_reset(self) noexcept nogil:
@@ -958,12 +772,12 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         for row in range(self.table.first, self.table.first + self.table.num_fresh):
             if rows[row].key == NULL or not self.units[row].is_boundary:
                 continue
-            for group in range(self.num_groups):
+            for group in range(self.sets.num_groups):
                 ancestor = row
-                for _ in range(self.windows[group]):
+                for _ in range(self.sets.windows[group]):
                     if ancestor == 0:
                         break
-                    windowed = self._windowed_row(rows[ancestor].key, group)
+                    windowed = self.sets.windowed_row(rows[ancestor].key, group)
                     needs[windowed] = needs.get(windowed, 0) + 1
                     ancestor = self._parent_of(ancestor)
         for row in range(self.table.first, self.table.first + self.table.num_fresh):
