@@ -93,15 +93,6 @@ def test_another_form_is_refused(engine, pool, model):
         engine({"kv": pool()}, model=model)
 
 
-def test_ranks_have_folders_and_shares(engine, tmp_path):
-    first, second = (engine(rank=rank, num_ranks=2) for rank in range(2))
-    assert first.store(TOKENS) == len(TOKENS)
-    assert second.load(TOKENS)[0] == 0
-    names = {path.name for path in (tmp_path / "tier").iterdir()}
-    assert names == {"tp0of2-kv", "tp1of2-kv"}
-    assert sum(file.stat().st_size for file in files(tmp_path, "*") if file.is_file()) <= 4 << 20
-
-
 def test_latent_model_needs_a_shared_store(engine):
     with pytest.raises(ValueError, match=r"all 2 ranks .* 'valkey' or 'mooncake'"):
         engine({"kv": mla()}, rank=0, num_ranks=2)

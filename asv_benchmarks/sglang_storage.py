@@ -1,7 +1,11 @@
-"""KVCacheStorage beside SGLang's HiCacheFile under its controller: MB/s of fresh pages, medians of 5 rounds in turns.
+"""KVCacheStorage beside SGLang's own HiCacheFile, as SGLang's controller moves pages: MB/s of fresh pages.
 
-Run it in the environment of tests/sglang/run: ``.venv-sglang/bin/python tests/sglang/side_by_side.py [FOLDER]``
+``python -m asv_benchmarks.sglang_storage [FOLDER]``, in the environment of tests/sglang/run, prints medians of 5 rounds
+in turns, of stores and of loads. With `sync`, a store also writes the files to the disk, and a load finds an empty page
+cache. HiCacheFile gets flat pages, which SGLang copies; KVCacheStorage reads and writes the host pool (`interface_v1`).
 """
+
+from __future__ import annotations
 
 import json
 import logging
@@ -12,17 +16,14 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import pytest
-import torch
-from host_pools import Engine, mha
-from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
-
-TOTAL_BYTES, ROUNDS = 64 << 20, 5
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "sglang"))
+TOTAL_BYTES, ROUNDS, CALL_PAGES = 64 << 20, 5, 128
 TOKEN_BYTES = 2 * 32 * 8 * 128 * 2
 
 
-def sync(folder):
+def sync(folder: Path) -> None:
     """Write the files of a folder to the disk, and drop them from the page cache."""
     for file in folder.rglob("*"):
         fd = os.open(file, os.O_RDONLY)
@@ -31,38 +32,39 @@ def sync(folder):
         os.close(fd)
 
 
-def rates(engine, folder, seed, has_sync):
+def rates(engine: Any, folder: Path, seed: int, has_sync: bool) -> tuple[float, float]:
     """Back pages up and prefetch them, as the controller's threads do; return MB/s of both."""
+    import torch
+
     controller, pool = engine.controller, engine.pools["kv"]
     num_pages = TOTAL_BYTES // TOKEN_BYTES // pool.page_size
     hashes = [f"{seed * num_pages + number:064x}" for number in range(num_pages)]
-    indices = torch.arange(num_pages * pool.page_size)
-    memory = pool.kv_buffer[:, : len(indices)].view(torch.uint8)
+    indices = torch.arange(num_pages * pool.page_size).view(num_pages, -1)
+    memory = pool.kv_buffer[:, : indices.numel()].view(torch.uint8)
     memory.random_(0, 256, generator=torch.Generator().manual_seed(seed))
     before = memory.clone()
-    calls = [
-        (
-            hashes[first : first + STORAGE_BATCH_SIZE],
-            indices[first * pool.page_size :][: STORAGE_BATCH_SIZE * pool.page_size],
-        )
-        for first in range(0, num_pages, STORAGE_BATCH_SIZE)
-    ]
+    parts = [slice(first, first + CALL_PAGES) for first in range(0, num_pages, CALL_PAGES)]
+    calls = [(hashes[part], indices[part].flatten()) for part in parts]
     start_s = time.perf_counter()
-    assert all(controller.page_set_func(*call) for call in calls)
+    if not all(controller.page_set_func(*call) for call in calls):
+        raise RuntimeError(f"{folder} took not all pages")
     if has_sync:
         sync(folder)
     store_s = time.perf_counter() - start_s
     memory.zero_()
     operation = SimpleNamespace(request_id="r", is_terminated=lambda: False)
     start_s = time.perf_counter()
-    assert sum(controller.page_get_func(operation, *call) for call in calls) == num_pages
+    num_loaded = sum(controller.page_get_func(operation, *call) for call in calls)
     load_s = time.perf_counter() - start_s
-    assert torch.equal(memory, before)
+    if num_loaded < num_pages or not torch.equal(memory, before):
+        raise RuntimeError(f"{num_loaded} of {num_pages} pages came from {folder}, or they are wrong")
     return TOTAL_BYTES / 1e6 / store_s, TOTAL_BYTES / 1e6 / load_s
 
 
-def compare(path, page_size, has_sync, patch):
+def compare(path: Path, page_size: int, has_sync: bool, patch: Any) -> dict[str, Any]:
     """Return a row of the table: the median MB/s of each backend, of stores and of loads."""
+    from host_pools import Engine, mha
+
     extra = {
         "kvcache": {"kind": "disk", "path": str(path / "kvcache"), "capacity": "1GiB"},
         "file": {"file_storage_path": str(path / "file")},
@@ -75,14 +77,18 @@ def compare(path, page_size, has_sync, patch):
     for number in range(ROUNDS):
         for name in sorted(engines, reverse=number % 2 == 1):
             figures[name].append(rates(engines[name], path / name, number, has_sync))
-    row = {"KiB": page_size * TOKEN_BYTES >> 10, "sync": has_sync}
+    row: dict[str, Any] = {"KiB": page_size * TOKEN_BYTES >> 10, "sync": has_sync}
     for name, pairs in figures.items():
         row[name] = [round(statistics.median(column)) for column in zip(*pairs, strict=True)]
         engines[name].close()
     return row
 
 
-def main():
+def main() -> None:
+    """Print the table."""
+    import pytest
+    import torch
+
     logging.disable(logging.WARNING)
     # More threads of PyTorch copy flat pages more slowly on a loaded machine.
     torch.set_num_threads(1)
