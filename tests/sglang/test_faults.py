@@ -82,7 +82,7 @@ def test_latent_ranks_load_what_first_stores(engine):
             assert load_right(reader, 1) == TOKENS
             reader.store(prompt(2))
             assert load_right(reader, 2) == 0
-            # SGLang asks each rank to clear; they share what is stored then.
+            # SGLang asks each rank to clear; they share the pages that are stored afterwards.
             assert reader.storage.clear()
             assert load_right(reader, 1) == 0
             pipe.send("clear")
