@@ -30,16 +30,16 @@ from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats, NodeStats, Part
 from kvcache.node import protocol
-from kvcache.node.protocol import MULTI, PLACES, POLL, Frame, FrameReader, pack, pack_hello, pack_keys
+from kvcache.node.protocol import MULTI, PLACES, Frame, FrameReader, pack, pack_hello, pack_keys
 from kvcache.request import HintReader, ReqContext
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.transfer.shared_file import SharedBlocks
 
 _LOG = logging.getLogger(__name__)
-START_TIMEOUT_S = 600.0
+_START_TIMEOUT_S = 600.0
 """How long an engine waits at its start, while the owner allocates the memory."""
 _SPAWN_TIMEOUT_S = 30.0
-_SEND_S, _ANSWER_S = 0.01, 0.04
+_SEND_S, _ANSWER_S = 0.01, 0.035
 _RETRY_S, _RESTART_S = 0.02, 1.0
 # A second store of at most 16 blocks in a step reserves slots for the next ones: 1/128 of the pool, and at most 64.
 _MAX_SMALL, _MAX_GRANTS, _GRANT_SHARE, _MIN_NAME_BYTES = 16, 64, 128, 8
@@ -196,9 +196,9 @@ def spawn_owner(folder: Path) -> None:
     threading.Thread(target=child.wait, daemon=True).start()
 
 
-def connect(link: Link, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
+def connect(link: Link) -> dict[str, Any]:
     """Greet the owner; return its answer. ValueError: the engine is refused."""
-    end_s = time.monotonic() + min(timeout_s, _SPAWN_TIMEOUT_S)
+    end_s = time.monotonic() + _SPAWN_TIMEOUT_S
     fd = os.open(link.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         # Under the lock the owner does not end, and no two engines start one.
@@ -207,7 +207,7 @@ def connect(link: Link, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
         while time.monotonic() < end_s:
             try:
                 link.greet([])
-                frame = link.receive(timeout_s)
+                frame = link.receive(_START_TIMEOUT_S)
             except OSError:
                 link.close()
                 # An owner that is ending may still have the folder's lock.
@@ -350,10 +350,7 @@ class NodeManager(OffloadingManager):
         keys, held = as_key_list(keys), view.held
         run, slots = view.run[0], view.run[1][: len(keys)]
         if keys != run[: len(keys)]:
-            try:
-                slots = [held[key] for key in keys]
-            except KeyError as error:
-                raise KeyError(f"block is not held for this request: {error.args[0]!r}") from None
+            slots = [held[key] for key in keys]
         view.num_loads += 1
         self._counts["loaded_blocks"] += len(keys)
         return CPULoadStoreSpec(slots)
@@ -556,8 +553,7 @@ class NodeManager(OffloadingManager):
         except ValueError:
             return
         start = 0 if self._multi else max(0, self._place(view, key))
-        flag = self._multi | (0 if payload else POLL)
-        answer = self._ask(protocol.ACQUIRE, flag, view.number, struct.pack("<I", start) + payload, num_bytes)
+        answer = self._ask(protocol.ACQUIRE, self._multi, view.number, struct.pack("<I", start) + payload, num_bytes)
         if answer is not None:
             self._take(view, start, answer)
 

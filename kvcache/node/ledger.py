@@ -157,6 +157,8 @@ def _head_of(path: Path) -> tuple[bytes, int, bytes, int]:
 
 def fault_of(path: Path) -> str:
     """Return why a file is not a whole ledger, or ""."""
+    if not path.exists():
+        return "missing"
     magic, length, _, num_text = _head_of(path)
     if magic != _MAGIC:
         return "of another version" if magic.startswith(_MAGIC[:6]) else "not a ledger"

@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,26 +70,26 @@ class NodePool:
         num_blocks, block_bytes, block_size = (identity[name] for name in ("num_blocks", "block_bytes", "block_size"))
         settings = OffloadSettings.parse_part(options)
         pool_path, ledger_path = self._paths
-        reason = fault_of(ledger_path) if ledger_path.exists() else ""
-        if ledger_path.exists() and not reason:
-            previous = identity_of(ledger_path)
-            if problems := differences(previous, self.identity):
-                if living_processes(ledger_path):
-                    raise ValueError("; ".join(problems))
-                reason = "of another model or size"
+        reason = fault_of(ledger_path)
+        if not reason and (problems := differences(identity_of(ledger_path), self.identity)):
+            if living_processes(ledger_path):
+                raise ValueError("; ".join(problems))
+            reason = "of another model or size"
         if not pool_path.exists() or pool_path.stat().st_size != num_blocks * block_bytes:
             reason = reason or "without its memory"
-        if reason or not ledger_path.exists():
-            if ledger_path.exists():
+        if reason:
+            if reason != "missing":
                 _LOG.warning("the pool in %s starts empty: its ledger is %s", folder, reason)
             self.unlink()
             check_memory(num_blocks * block_bytes)
         self.shared = SharedBlocks(pool_path, num_blocks, block_bytes, is_owner=False)
         self.inode = pool_path.stat().st_ino
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.shared.close)
             self.ledger = Ledger(ledger_path, num_blocks, self.identity)
             self.processes = living_processes(ledger_path)
-            self.ledger.drop_dead({engine for _, engine, _ in self.processes})
+            engines = {engine for _, engine, _ in self.processes}
+            self.ledger.drop_dead(engines)
             self.manager = open_manager(
                 settings,
                 block_size=block_size,
@@ -99,17 +99,13 @@ class NodePool:
                 block_bytes=block_bytes,
                 labels={"engine": folder.name},
             )
-        except BaseException:
-            self.shared.close()
-            raise
-        self.has_tiers = isinstance(self.manager, TieredOffloadingManager)
-        try:
+            self.has_tiers = isinstance(self.manager, TieredOffloadingManager)
+            stack.pop_all()
+            stack.callback(self.close)
             self.leases = NodeLeases(self.manager, self.ledger, self.shared.array)
-            for engine in {engine for _, engine, _ in self.processes}:
+            for engine in engines:
                 self.leases.add_engine(engine)
-        except BaseException:
-            self.close()
-            raise
+            stack.pop_all()
 
     def unlink(self) -> None:
         """Remove the files; the memory is freed when no process maps it any more."""
@@ -435,8 +431,7 @@ def _remove_dead_pools(parent: Path) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 pool, ledger = folder / "pool", folder / "ledger"
-                is_used = ledger.exists() and not fault_of(ledger) and living_processes(ledger)
-                if os.fstat(lock).st_size == 0 and not is_used:
+                if os.fstat(lock).st_size == 0 and (fault_of(ledger) or not living_processes(ledger)):
                     remove_unmapped(pool)
                     if not pool.exists():
                         ledger.unlink(missing_ok=True)

@@ -27,8 +27,8 @@ MAX_FRAME_BYTES = 64 << 20
 MAX_KEY_BYTES = 36
 HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, LOOKUP, RELEASE = range(1, 9)
 OFFER, SLOTS, STORED, END, RESET, STATS, DONE = range(9, 16)
-# Flags of ACQUIRE and HELD; the lowest two bits of HELD are the state of the block behind those that are held.
-MULTI, POLL, PLACES = 1, 2, 4
+# A flag of ACQUIRE, and one of HELD; the lowest two bits of HELD are the state of the block behind those that are held.
+MULTI, PLACES = 1, 4
 _RESUMED = struct.Struct("<III")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

@@ -104,17 +104,21 @@ def test_removed_pool_file_is_refused(node):
     assert not (node.folder / "pool").exists()
 
 
-@pytest.mark.parametrize("is_used", [False, True])
-def test_retired_owner_leaves_used_files_only(node, is_used, monkeypatch):
-    monkeypatch.setattr(owner_module, "_RETIRE_S", 0.1)
+@pytest.mark.parametrize("kind", ["used", "unused", "removed"])
+def test_retired_owner_leaves_used_files_only(node, kind, monkeypatch):
+    monkeypatch.setattr(owner_module, "_RETIRE_S", 0.1 if kind == "used" else 60)
     node = node(8)
-    if is_used:
+    if kind == "used":
         node.engine("a")
     else:
         node.owner._check_pool(greeting("a", node.identity, node.options))
+    if kind == "removed":
+        shutil.rmtree(node.folder)
     node.owner.retire()
     node.thread.join(10)
-    assert [(node.folder / name).exists() for name in ("pool", "ledger")] == [is_used, is_used]
+    assert not node.thread.is_alive()
+    node.folder.mkdir(0o700, exist_ok=True)
+    assert [(node.folder / name).exists() for name in ("pool", "ledger")] == [kind == "used"] * 2
 
 
 @pytest.mark.parametrize("kind", ["dead", "service", "engine", "mapped"])
@@ -134,15 +138,6 @@ def test_owner_start_removes_dead_pools(node, kind):
     assert [(dead.folder / name).exists() for name in ("pool", "ledger")] == [kind != "dead"] * 2
     if pool is not None:
         pool.close()
-
-
-def test_owner_of_removed_folder_ends(node):
-    node = node(8)
-    shutil.rmtree(node.folder)
-    node.owner.retire()
-    node.thread.join(10)
-    assert not node.thread.is_alive()
-    node.folder.mkdir(0o700)
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o707])
