@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 
 import numpy as np
 
@@ -74,7 +75,7 @@ def schedule(folder, name, counts, options, seed):
     """The scheduler: store and load documents until it is killed."""
     dice = random.Random(seed)
     link, other = socket.socketpair()
-    parent = os.getpid()
+    parent = os.getppid()
     if os.fork() == 0:
         link.close()
         work(folder, other, greeting(name, IDENTITY, options, rank=0), dice)
@@ -88,7 +89,7 @@ def schedule(folder, name, counts, options, seed):
         link.sendall(json.dumps([is_store, [key.hex() for key in keys], spec.block_ids.tolist()]).encode() + b"\n")
         return int(answers.readline())
 
-    while os.getpid() == parent:
+    while os.getppid() == parent:
         # One in three is a new document, so that blocks are evicted and stored all the time.
         is_new = dice.random() < 0.3
         document = dice.randrange(1000, 10**6) if is_new else min(int(dice.expovariate(0.08)), NUM_DOCUMENTS - 1)
@@ -168,6 +169,9 @@ class Node:
                     print(f"engine {number}: {error}", file=sys.stderr)
             finally:
                 os._exit(0)
+        # Also here: a kill may come before the engine has done it.
+        with suppress(OSError):
+            os.setpgid(pid, pid)
         self.engines[pid] = number
 
     def kill(self, pid, with_worker=False):
