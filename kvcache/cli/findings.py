@@ -192,7 +192,7 @@ def _check_l2(adapter: Mapping[str, Any]) -> list[Finding]:
     for size in sizes:
         findings += _check_tier(f"objects of {size} bytes", settings.tier_of(size, num_slots), size)
     used_bytes = sum(path.lstat().st_blocks * 512 for path in settings.path.rglob("*"))
-    return [*findings, _room("KVCacheL2", settings.path, max(0, settings.capacity - used_bytes))]
+    return [*findings, _room("KVCacheL2", settings.path, max(0, settings.options.capacity - used_bytes))]
 
 
 def _check_storage(config: Mapping[str, Any]) -> list[Finding]:

@@ -130,9 +130,11 @@ class KeyedStore:
         self._lock = RLock()
         self._is_closed = False
         self._on_change = on_change
-        tier, config = open_tier(self._rows)
+        # For the calls that need no store: `pin` and `unpin`.
+        self.tier: Any
+        self.tier, config = open_tier(self._rows)
         self._config = replace(config, max_store_blocks=num_rows, arbiter=False)
-        self._controller = TierController(tier, self._config, 2 * num_rows, 1, HostBudget(num_rows))
+        self._controller = TierController(self.tier, self._config, 2 * num_rows, 1, HostBudget(num_rows))
         self._labels = (*labels, ("medium", self._controller.medium))
 
     # The clock of deadlines and pauses: monotonic seconds.
@@ -195,7 +197,7 @@ class KeyedStore:
         They stay forgotten after a kill or a loss of power, unless the medium hangs for ``deadline_s`` or fails. A tier
         of a store that engines share forgets them for this engine alone.
         """
-        return [] if self._is_closed else self._controller.tier.delete(list(keys), self._config.deadline_s)
+        return [] if self._is_closed else self.tier.delete(list(keys), self._config.deadline_s)
 
     def clear(self) -> bool:
         """Forget every block; return whether that is done and the tier serves again, within ``deadline_s``.
@@ -333,7 +335,7 @@ class KeyedStore:
             self._free[job.is_load] += job.block_ids
             if not job.is_load:
                 # The tier holds the others already, or another call stores them or reads the bad blocks in their place.
-                busy = {key for key in done.difference(result.done) if self._controller.tier.lookup([key]) == 0}
+                busy = {key for key in done.difference(result.done) if self.tier.lookup([key]) == 0}
                 blocks.waiting.extend(key for key in reversed(job.keys) if key in busy)
                 done -= busy
         blocks.moved |= done

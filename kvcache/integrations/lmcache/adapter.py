@@ -24,7 +24,7 @@ from lmcache.v1.platform import create_event_notifier
 from kvcache.assembly.assemble import open_exporters
 from kvcache.background import Background
 from kvcache.control.telemetry import Telemetry
-from kvcache.integrations.lmcache.names import DIGEST_BYTES, MAX_HASH_BYTES, Names
+from kvcache.integrations.lmcache.names import DIGEST_BYTES, MAX_HASH_BYTES, Names, disk_key
 from kvcache.integrations.lmcache.settings import L2Settings
 from kvcache.integrations.lmcache.sizes import Objects, Sizes
 from kvcache.metrics import Part
@@ -45,7 +45,7 @@ class KVCacheL2(L2AdapterInterface):
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None) -> None:
         self._settings = L2Settings.parse(params)
-        super().__init__(max_capacity_bytes=self._settings.capacity)
+        super().__init__(max_capacity_bytes=self._settings.options.capacity)
         self._warnings = LogLimiter(_LOG)
         self._task_ids = count()
         self._results: dict[int, Any] = {}
@@ -98,7 +98,7 @@ class KVCacheL2(L2AdapterInterface):
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         with self._lock:
-            for key in map(self._names.disk_key, keys):
+            for key in map(disk_key, keys):
                 if locks := self._locks.get(key):
                     for tier in locks.pop():
                         tier.unpin([key])
@@ -113,7 +113,7 @@ class KVCacheL2(L2AdapterInterface):
     def delete(self, keys: list[ObjectKey]) -> None:
         """Delete the objects that are not locked, also on disk; waits for ``deadline_s`` at most for each size."""
         with self._lock:
-            disk_keys = [key for key in map(self._names.disk_key, keys) if key not in self._locks]
+            disk_keys = [key for key in map(disk_key, keys) if key not in self._locks]
         for objects in self._sizes.all():
             objects.note([], objects.store.delete(disk_keys))
         self._tell()
@@ -213,11 +213,11 @@ class KVCacheL2(L2AdapterInterface):
         return run
 
     def _store(self, keys: list[ObjectKey], memory: list[Any]) -> L2StoreResult:
+        self._names.write(keys)
         num_bytes, is_whole = 0, True
         for size, (disk_keys, buffers, _) in self._by_size(keys, memory).items():
             if any(len(key) > DIGEST_BYTES + MAX_HASH_BYTES for key in disk_keys):
                 raise ValueError(f"chunk hashes have at most {MAX_HASH_BYTES} bytes, got {max(map(len, disk_keys))}")
-            self._names.write(disk_keys)
             store = self._sizes.opened(size).store
             held = store.exists(disk_keys)
             answers = store.put(disk_keys, buffers)
@@ -236,9 +236,9 @@ class KVCacheL2(L2AdapterInterface):
         with self._lock:
             # A lock of a bad object would only keep its place from the next store.
             for place, key in enumerate(keys):
-                for tiers in [] if answers[place] else self._locks.get(self._names.disk_key(key), ()):
+                for tiers in [] if answers[place] else self._locks.get(disk_key(key), ()):
                     while tiers:
-                        tiers.pop().unpin([self._names.disk_key(key)])
+                        tiers.pop().unpin([disk_key(key)])
         if loaded := [key for key, is_loaded in zip(keys, answers, strict=True) if is_loaded]:
             self._notify_keys_accessed(loaded)
         return _bitmap(answers)
@@ -251,21 +251,20 @@ class KVCacheL2(L2AdapterInterface):
         for place, (key, item) in enumerate(zip(keys, memory, strict=True)):
             buffer = item.byte_array
             disk_keys, buffers, places = groups.setdefault(len(buffer), ([], [], []))
-            disk_keys.append(self._names.disk_key(key))
+            disk_keys.append(disk_key(key))
             buffers.append(buffer)
             places.append(place)
         return groups
 
     def _look_up(self, keys: list[ObjectKey]) -> list[bool]:
-        disk_keys = [self._names.disk_key(key) for key in keys]
+        disk_keys = [disk_key(key) for key in keys]
         tiers_of: list[list[Any]] = [[] for _ in keys]
         for objects in self._sizes.all():
-            answers = objects.store.exists(disk_keys)
-            held = [place for place, is_held in enumerate(answers) if is_held]
+            tier, answers = objects.store.tier, objects.store.exists(disk_keys)
             # A block may have been evicted since.
-            pinned = set(objects.tier.pin([disk_keys[place] for place in held]))
-            for place in held:
-                tiers_of[place] += [objects.tier] if disk_keys[place] in pinned else []
+            pinned = set(tier.pin([key for key, is_held in zip(disk_keys, answers, strict=True) if is_held]))
+            for key, tiers in zip(disk_keys, tiers_of, strict=True):
+                tiers += [tier] if key in pinned else []
         with self._lock:
             for key, tiers in zip(disk_keys, tiers_of, strict=True):
                 if tiers:
@@ -276,8 +275,8 @@ class KVCacheL2(L2AdapterInterface):
         """Keep the locks of a size that was opened again."""
         with self._lock:
             for key, tiers in [(key, tiers) for key, locks in self._locks.items() for tiers in locks]:
-                if before.tier in tiers:
-                    tiers += [after.tier] * len(after.tier.pin([key]))
+                if before.store.tier in tiers:
+                    tiers += [after.store.tier] * len(after.store.tier.pin([key]))
 
     def _tell(self) -> None:
         """Notify LMCache of the objects that were stored and removed."""

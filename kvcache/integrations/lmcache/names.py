@@ -11,10 +11,10 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 from lmcache.v1.distributed.api import ObjectKey
 
@@ -23,8 +23,22 @@ from kvcache.tiers.disk.slot_table import MAX_KEY_BYTES
 
 DIGEST_BYTES = 16
 MAX_HASH_BYTES = MAX_KEY_BYTES - DIGEST_BYTES
-_MAX_UNWRITTEN = 1 << 16
+_MAX_DIGESTS = 1 << 16
 _Common = tuple[str, int, int, str]
+
+
+@lru_cache(_MAX_DIGESTS)
+def _digest(common: _Common) -> bytes:
+    return hashlib.blake2b(json.dumps(common).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def _common(key: ObjectKey) -> _Common:
+    return key.model_name, key.kv_rank, key.object_group_id, key.cache_salt
+
+
+def disk_key(key: ObjectKey) -> bytes:
+    """Return the tier's key of an object; objects of different keys have different ones."""
+    return _digest(_common(key)) + bytes(key.chunk_hash)
 
 
 class Names:
@@ -38,11 +52,9 @@ class Names:
         self._max_bytes = max_bytes
         self._deadline_s = deadline_s
         self._digests_in_use = digests_in_use
+        self._common_of: dict[bytes, _Common] = {}
         self._thread: Background | None = None
         self._lock_fd = -1
-        self._digest_of: dict[_Common, bytes] = {}
-        self._common_of: dict[bytes, _Common] = {}
-        self._written: set[bytes] = set()
         try:
             self._run(self._load)
         except OSError as error:
@@ -50,25 +62,18 @@ class Names:
             reason = "another process uses it" if isinstance(error, BlockingIOError) else str(error)
             raise ValueError(f"directory {path} of a KVCacheL2 cannot be used: {reason}") from error
 
-    def disk_key(self, key: ObjectKey) -> bytes:
-        """Return the tier's key of an object; objects of different keys have different ones."""
-        common = (key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
-        digest = self._digest_of.get(common) or self._learn(common)
-        disk_key: bytes = digest + key.chunk_hash
-        return disk_key
-
     def object_key(self, disk_key: bytes) -> ObjectKey | None:
         """Return the object key of a tier's key; None if its name was lost."""
-        common = self._common_of.get(disk_key[:DIGEST_BYTES])
-        if common is None:
+        if (common := self._common_of.get(disk_key[:DIGEST_BYTES])) is None:
             return None
         model, rank, group, salt = common
         return ObjectKey(disk_key[DIGEST_BYTES:], model, rank, group, salt)
 
-    def write(self, disk_keys: list[bytes]) -> None:
+    def write(self, keys: list[ObjectKey]) -> None:
         """Write the names of keys that are to be stored. OSError: the file is full or hangs, or cannot be written."""
-        if new := {key[:DIGEST_BYTES] for key in disk_keys} - self._written:
-            self._run(lambda: self._write(new))
+        names = {_digest(common): common for common in set(map(_common, keys))}
+        if names.keys() - self._common_of.keys():
+            self._run(lambda: self._write(names))
 
     def close(self) -> None:
         """Let another process use the directory, unless a thread that hangs may still replace the file."""
@@ -94,50 +99,39 @@ class Names:
                 return
         raise TimeoutError(f"{self._path} has not answered within {self._deadline_s} s")
 
-    def _write(self, new: set[bytes]) -> None:
-        lines = self._lines(new)
-        if self._path.exists() and self._path.stat().st_size + len(lines) > self._max_bytes:
-            # Only names of objects that are held, or about to be, are kept.
-            kept = self._written & self._digests_in_use()
-            lines = self._lines(kept | new)
-            if len(lines) > self._max_bytes:
-                raise OSError(f"{self._path} is full: {len(kept)} names of objects that are held")
-            temporary = self._path.with_suffix(".new")
-            with open(temporary, "wb", opener=_private) as file:
-                file.write(lines)
-            temporary.replace(self._path)
-            self._written = kept | new
-            return
-        with open(self._path, "ab", opener=_private) as file:
-            file.write(lines)
-        # Another thread may iterate over the old set.
-        self._written = self._written | new
-
-    def _lines(self, digests: set[bytes]) -> bytes:
-        # The first line end closes a line that a killed process left half-written.
-        return b"".join(b"\n%s\n" % json.dumps(self._common_of[digest]).encode() for digest in digests)
-
-    def _learn(self, common: _Common) -> bytes:
-        if len(self._common_of) > len(self._written) + _MAX_UNWRITTEN:
-            # Clients may look up any salt.
-            self._common_of = {digest: self._common_of[digest] for digest in self._written}
-            self._digest_of = {common: digest for digest, common in self._common_of.items()}
-        digest = hashlib.blake2b(json.dumps(common).encode(), digest_size=DIGEST_BYTES).digest()
-        self._digest_of[common] = digest
-        self._common_of[digest] = common
-        return digest
-
     def _load(self) -> None:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_fd = os.open(self._path.parent / "names.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for line in self._path.read_bytes().splitlines() if self._path.exists() else []:
             try:
-                values: Any = json.loads(line)
-                ObjectKey(b"", *values)
-                self._written.add(self._learn(tuple(values)))
+                common = _common(ObjectKey(b"", *json.loads(line)))
+                self._common_of[_digest(common)] = common
             except (ValueError, TypeError):
                 continue
+
+    def _write(self, names: dict[bytes, _Common]) -> None:
+        lines = _lines(names[digest] for digest in names.keys() - self._common_of.keys())
+        if self._path.exists() and self._path.stat().st_size + len(lines) > self._max_bytes:
+            # Only names of objects that are held, or about to be, are kept.
+            kept = {digest: self._common_of[digest] for digest in self._digests_in_use() & self._common_of.keys()}
+            lines = _lines((kept | names).values())
+            if len(lines) > self._max_bytes:
+                raise OSError(f"{self._path} is full: {len(kept)} names of objects that are held")
+            temporary = self._path.with_suffix(".new")
+            with open(temporary, "wb", opener=_private) as file:
+                file.write(lines)
+            temporary.replace(self._path)
+            self._common_of = kept
+        else:
+            with open(self._path, "ab", opener=_private) as file:
+                file.write(lines)
+        self._common_of.update(names)
+
+
+def _lines(names: Iterable[_Common]) -> bytes:
+    # The first line end closes a line that a killed process left half-written.
+    return b"".join(b"\n%s\n" % json.dumps(common).encode() for common in names)
 
 
 def _private(path: str, flags: int) -> int:

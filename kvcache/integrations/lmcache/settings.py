@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvcache.assembly.assemble import OffloadSettings, TierSettings, parse_tier
 from kvcache.options import choice_of, split
 from kvcache.tiering.controller import TierConfig
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 MAX_SIZES = 16
 """Object sizes of one directory at most; objects of further sizes are not stored."""
@@ -39,37 +39,34 @@ class L2Settings:
         return settings
 
     @property
-    def path(self) -> Path:
-        """The directory of all sizes."""
-        return Path(self.tier.options.arguments()["path"])
+    def options(self) -> DiskOptions:
+        """The options of the whole directory."""
+        return cast("DiskOptions", self.tier.options)
 
     @property
-    def capacity(self) -> int:
-        """Bytes on disk at most."""
-        num_bytes: int = self.tier.options.arguments()["capacity"]
-        return num_bytes
+    def path(self) -> Path:
+        """The directory of all sizes."""
+        return Path(self.options.path)
 
     @property
     def names_bytes(self) -> int:
         """Bytes of the file of names at most; it is written twice when it is replaced."""
-        return max(16 << 10, min(16 << 20, self.capacity // 128))
+        return max(16 << 10, min(16 << 20, self.options.capacity // 128))
 
     def num_slots(self, sizes: Collection[int]) -> int:
         """Return how many objects of each size fit: the same number of every size. ValueError: not one of each."""
         one, two = (sum(DiskTier.capacity_for(n, size) for size in sizes) for n in (1, 2))
-        num_slots = (self.capacity - 2 * self.names_bytes - (2 * one - two)) // (two - one)
+        num_slots = (self.options.capacity - 2 * self.names_bytes - (2 * one - two)) // (two - one)
         if num_slots < 1:
             least = one + 2 * self.names_bytes
-            raise ValueError(f"capacity {self.capacity} of a KVCacheL2 must be >= {least} for objects of {list(sizes)}")
+            reason = f"capacity {self.options.capacity} of a KVCacheL2 must be >= {least} for objects"
+            raise ValueError(f"{reason} of {list(sizes)}")
         return num_slots
 
     def tier_of(self, size: int, num_slots: int) -> TierSettings:
         """Return the settings of the tier of one size."""
-        place: dict[str, Any] = {
-            "path": str(self.path / f"{_PREFIX}{size}"),
-            "capacity": DiskTier.capacity_for(num_slots, size),
-        }
-        return replace(self.tier, options=replace(self.tier.options, **place))
+        path, capacity = str(self.path / f"{_PREFIX}{size}"), DiskTier.capacity_for(num_slots, size)
+        return replace(self.tier, options=replace(self.options, path=path, capacity=capacity))
 
     def sizes_found(self) -> list[int]:
         """Return the object sizes that the directory holds."""

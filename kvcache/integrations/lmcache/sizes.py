@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
-from typing import TYPE_CHECKING, Any
 
 from kvcache.assembly.assemble import open_tiers
 from kvcache.integrations.lmcache.settings import MAX_SIZES, L2Settings
 from kvcache.tiering.controller import MAX_STEP_BLOCKS
 from kvcache.tiering.store import KeyedStore
 
-if TYPE_CHECKING:
-    from kvcache.tiering.controller import TierConfig
-    from kvcache.tiering.tier import HostBlocks, Tier
-
 Change = tuple["Objects", list[bytes], list[bytes] | None]
 """The keys that came, and those that went before; None: all keys went, because the tier was closed."""
 
 
 class Objects:
-    """The objects of one size: the `store`, its `tier`, and the `keys` that the adapter has taken in.
+    """The objects of one size: the `store`, and the `keys` that the adapter has taken in.
 
     A value of `keys` says whether LMCache was told. Changes are appended to `changes`.
     """
@@ -30,14 +25,11 @@ class Objects:
         self.size = size
         self.keys: dict[bytes, bool] = {}
         self._changes = changes
-        self.tier: Any = None
-
-        def open_tier(rows: HostBlocks) -> tuple[Tier, TierConfig]:
-            opened = open_tiers((settings.tier_of(size, num_slots),), rows, {"engine": "lmcache", "bytes": size})[0]
-            self.tier = opened[0]
-            return opened
-
-        self.store = KeyedStore(open_tier, size, labels=(("tier", str(size)),), on_change=self.note)
+        tiers, identity = (settings.tier_of(size, num_slots),), {"engine": "lmcache", "bytes": size}
+        labels = (("tier", str(size)),)
+        self.store = KeyedStore(
+            lambda rows: open_tiers(tiers, rows, identity)[0], size, labels=labels, on_change=self.note
+        )
         # What the directory held is announced in steps, one for each call.
         for _ in range(self.store.stats().tier.num_held // MAX_STEP_BLOCKS + 2):
             self.store.stats()
@@ -99,10 +91,9 @@ class Sizes:
         num_slots = self._settings.num_slots(sizes) if sizes else 0
         # A new size comes last, when the others have shrunk.
         for size in sizes:
-            before = self._by_size.pop(size, None)
-            if before is not None:
+            if before := self._by_size.pop(size, None):
                 before.store.close()
                 self.changes.append((before, [], None))
             self._by_size[size] = Objects(self._settings, size, num_slots, self.changes)
-            if before is not None:
+            if before:
                 self._on_replace(before, self._by_size[size])
