@@ -86,6 +86,19 @@ class Harness:
                 return keys
 
 
+def store_and_delete(path):
+    """Store objects of two sizes, delete every third, and print each step that is done; then wait to be killed."""
+    l2 = Harness(path)
+    for number in range(40):
+        key = object_key(number, salt=str(number))
+        assert l2.store({key: content(number, (1 << 18, 100_000)[number % 2])}).is_successful()
+        print("stored", number, flush=True)
+        if number % 3 == 0:
+            l2.adapter.delete([key])
+            print("deleted", number, flush=True)
+    time.sleep(600)
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

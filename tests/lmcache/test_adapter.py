@@ -2,6 +2,8 @@
 
 import errno
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from operator import attrgetter
@@ -12,6 +14,7 @@ from l2_harness import Harness, MemoryObject, answer, content, object_key
 
 from kvcache.integrations.lmcache import names
 from kvcache.tiers.disk.block_store import BlockStore
+from kvcache.tiers.disk.slot_table import SlotTable
 
 MIB = 1 << 20
 
@@ -171,7 +174,7 @@ def test_hanging_disk_ends_tasks_and_leaves_memory_alone(harness, monkeypatch, m
     assert l2.load(new) == [0, 1, 2, 3]
 
 
-def test_hanging_names_file_fails_new_names_only(harness, monkeypatch):
+def test_hanging_names_and_deletes_end_after_deadline(harness, monkeypatch, tmp_path):
     l2, gate, held, new = harness(deadline_s=0.3), threading.Event(), objects(range(4)), objects([1], salt="b")
     assert l2.store(held) == MIB
     private = names._private
@@ -180,12 +183,18 @@ def test_hanging_names_file_fails_new_names_only(harness, monkeypatch):
         assert not l2.store(objects([1], salt=salt)).is_successful()
     assert l2.load(held) == [0, 1, 2, 3]
     assert l2.store(objects([9])) == MIB // 4
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotTable, "void", lambda *args: gate.wait(60))
+        patch.setattr(names.Names, "_load", lambda _: gate.wait(60))
+        l2.adapter.delete([object_key(0)])
+        with pytest.raises(ValueError, match="has not answered"):
+            Harness(tmp_path / "hangs", deadline_s=0.3)
     gate.set()
     end_s = time.monotonic() + 20
     while not l2.store(new).is_successful():
         assert time.monotonic() < end_s
     assert l2.load(new) == [0]
-    assert sorted(map(attrgetter("cache_salt"), l2.keys())) == [""] * 5 + ["b"]
+    assert sorted(map(attrgetter("cache_salt"), l2.keys())) == [""] * 4 + ["b"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
@@ -217,6 +226,22 @@ def test_removed_directory_is_reported_and_raises_nothing(harness, tmp_path):
     assert not l2.store(objects(range(9))).is_successful()
     assert not l2.store(objects(range(9), 100_000, salt="new")).is_successful()
     l2.adapter.delete(list(held))
+
+
+@pytest.mark.parametrize("num_steps", [1, 30])
+def test_killed_process_leaves_what_it_answered(harness, tmp_path, num_steps):
+    code = f"import sys; sys.path = {sys.path!r}; import l2_harness; l2_harness.store_and_delete(sys.argv[1])"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "l2")], stdout=subprocess.PIPE) as process:
+        steps = [process.stdout.readline().split() for _ in range(num_steps)]
+        process.kill()
+    l2, states, sizes = harness(), {int(number): step for step, number in steps}, (MIB // 4, 100_000)
+    for number, step in states.items():
+        # Without an answer, a deletion may have begun.
+        if step == b"deleted" or number % 3:
+            kept = l2.load({object_key(number, salt=str(number)): content(number, sizes[number % 2])})
+            assert kept == [0] * (step == b"stored")
+    listed = l2.keys()
+    assert sum(l2.usage().values()) == sum(sizes[int(key.cache_salt) % 2] for key in listed)
 
 
 def test_names_of_objects_that_left_make_room(harness, tmp_path):

@@ -1,5 +1,8 @@
-"""KVCacheL2 under LMCache's real server with its own client: restarts, kills, damage, colliding names, metrics."""
+"""KVCacheL2 under LMCache's real server with its own client: restarts, kills, damage, a full disk, colliding names."""
 
+import resource
+import shutil
+import time
 import urllib.request
 
 import numpy as np
@@ -12,6 +15,7 @@ def test_server_serves_whole_objects_after_restarts(serve, tmp_path, monkeypatch
     port = free_port()
     exporter = {"type": "prometheus", "port": port}
     params = {"kind": "disk", "path": str(tmp_path / "l2"), "capacity": "24MiB", "exporters": [exporter]}
+    params["advanced"] = {"pause_s": 0.05, "flush_interval_s": 0.05}
     adapter = {"type": "plugin", **PLUGIN, "adapter_params": params}
     adapter["eviction"] = {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.1}
     server = serve(adapter)
@@ -55,3 +59,23 @@ def test_server_serves_whole_objects_after_restarts(serve, tmp_path, monkeypatch
     server.status("/cache/clear", method="POST", data=b"{}", headers={"content-type": "application/json"})
     assert ask_all(server, "of damaged objects") == {name: (0, []) for name in names}
     assert server.adapter()["sizes"]["524288"]["corrupt_blocks"] > 0
+
+    def fail_and_go_on(name, number):
+        server.store(number, name)
+        end_s = time.monotonic() + 20
+        while server.adapter()["is_healthy"]:
+            assert time.monotonic() < end_s
+        server.status("/cache/clear", method="POST", data=b"{}", headers={"content-type": "application/json"})
+
+    # Writes past the first two slots fail with EFBIG; then what was damaged is stored again.
+    server.client.close()
+    server.client.start()
+    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    fail_and_go_on("full", 1)
+    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    again = server.store(1, "again")
+    server.settle(8)
+    assert server.ask(1, "stored again") == (8, again)
+    shutil.rmtree(tmp_path / "l2")
+    fail_and_go_on("removed", 2)
+    assert server.ask(1, "removed") == (0, [])
