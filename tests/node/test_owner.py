@@ -267,9 +267,9 @@ def test_owner_outage_delays_engine_once(folder):
             times.append(time.monotonic() - start_s)
             if again is None and engine._link.is_ready:
                 break
-        # The machine may be busy with other work, so a single slow step is forgiven.
-        assert sorted(times)[-2] < 0.02
-        assert sorted(times)[-1] < 0.5
+        # On a busy machine any step may be slow. But if every call waited, no step would be shorter than 50 ms.
+        assert len(times) < 4 or sorted(times)[len(times) // 4] < 0.045
+        assert max(times) < 20
         if again:
             os.kill(pid, again)
         wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
