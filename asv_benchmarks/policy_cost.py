@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+from functools import partial
 from pathlib import Path
 from time import process_time
 from typing import Any
 
+from asv_benchmarks.calls import groups_scenario, least_of
 from asv_benchmarks.traces import agents_path, conversation_path, fresh_keys, serve
 from kvcache import CPUOffloadingManager
 from kvcache.lab.simulate.run import ReplayClock
@@ -61,6 +63,26 @@ class CostAgainstLru:
     def track_cost_against_lru(self, policy: str) -> float:
         costs = least_costs(list(dict.fromkeys(["lru", policy])), 3500, list(ChatWorkload(num_requests=1000)))
         return costs[policy] / costs["lru"]
+
+
+class CostOfGroupsAgainstLru:
+    """The cost of gittins with four KV-cache groups on generated chats, as a multiple of lru's with the same keys.
+
+    Each store offers 4 positions, or the whole prompt.
+    """
+
+    params = (4, 1 << 20)
+    param_names = ("step",)
+    unit = "ratio"
+
+    def track_cost_of_groups(self, step: int) -> float:
+        requests = list(ChatWorkload(num_requests=1000))
+        pairs = list(zip([request.arrival_s for request in requests], fresh_keys(requests, 1), strict=True))
+        costs = {
+            policy: sum(ns for _, ns in least_of(partial(groups_scenario, policy, 14_000, pairs, step), NUM_ROUNDS))
+            for policy in ("lru", "gittins")
+        }
+        return costs["gittins"] / costs["lru"]
 
 
 def main() -> int:

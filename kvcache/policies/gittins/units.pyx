@@ -26,7 +26,7 @@ from kvcache.policies.base import CachePolicy
 
 cdef enum:
     WAY_BACK = 8            # a passed boundary is given up if an older one is nearer than this many times its slots
-    MOST_PASSED = 2048      # groups with a blocked tail that one store skips
+    MOST_PASSED = 1024      # rows and groups in use that one store skips
     LEAVING = NUM_LISTS     # in place of a list, of a row that is being removed
     MOST_ENDS = 2           # ends of a request: behind its leading resident anchors, and behind its prompt
 
@@ -594,7 +594,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                             while tail != 0 and self._is_idle(names, tail):
                                 self._give_up(tail)
                                 got += self._evict_queued(names, n - got, victims + got)
-                                if got == n:
+                                if got == n or self.num_passes <= 0:
                                     return got
                                 tail = self.aged.groups[group].tail
                             if tail != 0:
@@ -674,7 +674,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         self._complete(names, progress)
 
     cdef void _complete(self, RequestKeys names, const Progress* progress) noexcept nogil:
-        """End a store: make the boundaries whose sets are complete."""
+        """End a store: make the boundaries whose sets are complete. A live boundary's set is."""
         cdef Py_ssize_t i
         cdef int32_t row, deepest = progress.hit
         cdef int end
