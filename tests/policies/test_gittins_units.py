@@ -341,6 +341,7 @@ def test_failures_parts_and_resets_break_no_invariant() -> None:
         windows = draw.choice([[None, 1], [2, None, 3], [None, 1, 1, 1]])
         engine = Engine(draw.randrange(4, 40), windows)
         manager = engine.manager
+        engine.policy.stores_all = seed % 2 == 1
         paths = [[draw.randbytes(8) for _ in range(12)] for _ in range(6)]
         for _ in range(120):
             path = draw.choice(paths)[: draw.randrange(1, 13)] + [draw.randbytes(8) for _ in range(draw.randrange(3))]
@@ -379,6 +380,19 @@ def test_failures_parts_and_resets_break_no_invariant() -> None:
 def test_wrong_group_windows_are_refused(windows: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CPUOffloadingManager(16, 8, "gittins", group_windows=windows)
+
+
+def test_above_tier_declined_unit_leaves_first() -> None:
+    """Blocks of a move belong to no request, and enter the queue, too."""
+    engine = Engine(8, [None, 1])
+    engine.policy.stores_all = True
+    paths = [[b"%d %d" % (i, j) for j in range(4)] for i in range(3)]
+    stored = [engine.request(path, TOKENS * 4 + 1, 1000 * i)[1] for i, path in enumerate(paths)]
+    moved = engine.manager.prepare_store(engine.anchors([b"a", b"b"])).keys_to_store
+
+    assert [len(keys) for keys in stored] == [5, 5, 5]
+    assert engine.policy.leave_first[-2:] == moved == engine.anchors([b"a", b"b"])
+    assert engine.policy.gauges()["lru_requests"] == 0
 
 
 def test_policy_without_units_refuses_windows() -> None:

@@ -309,27 +309,31 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         int32_t* victims, Py_ssize_t* num_victims
     ) noexcept nogil:
         """Mark the keys to store. They are whole units, but where too many blocks are in use."""
-        cdef Py_ssize_t i, num_taken
+        cdef Py_ssize_t i, num_taken = 0
         cdef Progress* progress = self._progress_of(names)
         num_victims[0] = 0
         self.num_new = 0
         self.passed_over = 0
         self.num_passes = MOST_PASSED
         if not names.num_positions:
-            self._serve_by_lru(progress)
+            progress.mode = BY_LRU      # a move between tiers, or a call without a request
         self._recall(names, places, n, num_offered, last_place)
         for i in range(n):
             names.uses[places[i]].is_taken = True
-        if progress.mode == BY_LRU:
-            for i in range(n):
-                self._add_new(names, places[i], 0, 0, True)
-            num_taken = min(n, self._evict_for(None, n, victims, num_victims))
-        else:
+        if progress.mode != BY_LRU:
             if progress.mode == NEW:
                 self._find_ends(names, progress)
             self._move_ends(names, progress, places, n)
             self._order_new_keys(names, progress, places, n)
             num_taken = self._make_room(names, progress, victims, num_victims)
+        if progress.mode == BY_LRU:
+            for i in range(num_taken, self.num_new):
+                names.uses[self.new[i].place].is_taken = True
+            self.num_new = num_taken
+            for i in range(n):
+                if names.uses[places[i]].is_taken:
+                    self._add_new(names, places[i], 0, 0, True)
+            num_taken = min(n, self._evict_for(None, n, victims, num_victims))
         for i in range(n):
             names.uses[places[i]].is_taken = False
         self._remember_rows(victims, num_victims[0])
@@ -505,7 +509,8 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                 need = self._num_absent(names, progress, unit) - room
                 if need > 0 and not self._is_worth(
                         names, self.new[start].anchor, need - self.table.num_in_list[QUEUED]):
-                    progress.mode = DECLINED
+                    # Above a tier, they leave first instead, to reach a tier that stores.
+                    progress.mode = BY_LRU if self.stores_all else DECLINED
                     break
             room = self._evict_for(names, stop, victims, num_victims)
             if room < stop:
@@ -622,7 +627,10 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             if row == 0:
                 break
             if self._is_idle(names, row):
-                self._remove(row)
+                self._unlink(row)
+                count_rows(self.table, QUEUED, -1)
+                self.table.rows[row].list_idx = LEAVING
+                self._follow(row)
                 victims[got] = row
                 got += 1
             else:
@@ -630,13 +638,6 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                 self.num_passes -= 1
         self.passed_over = prev
         return got
-
-    cdef void _remove(self, int32_t row) noexcept nogil:
-        """Remove a queued key."""
-        self._unlink(row)
-        count_rows(self.table, QUEUED, -1)
-        self.table.rows[row].list_idx = LEAVING
-        self._follow(row)
 
     cdef void _follow(self, int32_t row) noexcept nogil:
         """Remove a row from its parent. The parent is queued if nothing needs it any more."""
