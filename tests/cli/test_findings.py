@@ -3,12 +3,10 @@
 import dataclasses
 import importlib
 import inspect
-import os
 import shutil
 import socket
 import sys
 
-import numpy as np
 import pytest
 
 from kvcache.cli import findings as findings_module
@@ -40,60 +38,6 @@ def test_a_pool_that_fits_has_no_errors():
     assert "error" not in {finding.level for finding in findings}
 
 
-def test_unknown_keys_are_named_with_what_may_be_meant():
-    findings = check_config({"num_cpu_blocks": 8, "cache_polcy": "arc"})
-    assert text_of(findings, "warning") == "unknown keys of extra_config: cache_polcy (did you mean 'cache_policy'?)"
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"num_cpu_blocks": 0}, "num_cpu_blocks in extra_config must be a whole number >= 1"),
-        ({"num_cpu_blocks": 8, "cache_policy": "lru2"}, "unknown policy 'lru2'"),
-        ({"num_cpu_blocks": 8, "offload_prompt_only": "no"}, "offload_prompt_only in extra_config must be a bool"),
-        ({"num_cpu_blocks": 8, "spec_name": "teiring"}, "unknown spec 'teiring', known ones: cpu, tiering; did you"),
-        ({}, "must have one of num_cpu_blocks and cpu_bytes_to_use"),
-        ({"cpu_bytes_to_use": "1KiB"}, "at least one block of 1048576 bytes"),
-        ({"cpu_bytes_to_use": HUGE}, "does not fit into host memory"),
-        ({"num_cpu_blocks": 8, "tiers": [{"type": "memory", "capacity": 64}]}, "tiers need spec_name 'tiering'"),
-        (lambda: tiered(disk(capacity=HUGE)), "are needed below x"),
-        (lambda: tiered(disk(capacity="1KiB")), "less than one block"),
-        (lambda: tiered(disk(capacity="big")), "disk tier must be bytes"),
-        (lambda: tiered({"type": "disk", "path": "x"}), "a disk tier needs 'capacity'"),
-        (lambda: tiered(disk(write_polciy="x")), "unknown options of a disk tier: write_polciy"),
-        (lambda: tiered({"type": "valkey"}), "a valkey tier needs 'url'"),
-        (lambda: tiered({"type": "mooncake", "master": "nowhere"}), "must be 'host:port', got 'now"),
-    ],
-)
-def test_what_stands_in_the_way_is_an_error(given, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    given = given() if callable(given) else given
-    assert message in text_of(check_config(given, block_bytes=1 << 20), "error")
-    assert list(tmp_path.iterdir()) == []  # a check creates nothing
-
-
-def test_check_directory_in_use_is_error(tmp_path):
-    given = tiered(disk(tmp_path / "tier"))
-    from kvcache import DiskTier
-
-    tier = DiskTier(tmp_path / "tier", 1 << 20, np.zeros((8, 4096), np.uint8))
-    try:
-        found = text_of(check_config(given), "error")
-        assert f"disk tier directory {tmp_path / 'tier'} is in use by process {os.getpid()}" in found
-        assert text_of(check_config(tiered(disk(tmp_path / "tier", read_only=True))), "error") == ""
-    finally:
-        tier.shutdown()
-    assert text_of(check_config(given), "error") == ""
-
-
-@pytest.mark.parametrize("url", ["localhost:6379", "http://localhost:6379", "user:secret@localhost"])
-def test_check_valkey_url_without_scheme_is_error(url):
-    importlib.import_module("valkey")
-    found = text_of(check_config(tiered({"type": "valkey", "url": url})), "error")
-    assert found.startswith("url in a valkey tier must begin with one of valkey://, ")
-    assert "secret" not in found
-
-
 @pytest.mark.parametrize("kind", ["valkey", "mooncake"])
 def test_check_unreachable_store_is_error(kind):
     pytest.importorskip(kind)
@@ -117,13 +61,6 @@ def test_check_missing_packages_all_are_named_with_their_extra(monkeypatch):
         assert f"pip install 'kvcache[{extra}]', or in a checkout: pip install '.[{extra}]'" in found
 
 
-def test_check_every_invalid_option_is_an_error_of_its_own():
-    entries = (disk(capacity="big", deadline_s=0), {"type": "dusk"})
-    findings = check_config(tiered(*entries, num_cpu_blocks=0, advanced={"record_max_bytes": "no"}))
-    assert [finding.level for finding in findings] == ["error"] * 5
-    assert len(check_config({"num_cpu_blocks": 8, "advanced": 3})) == 1
-
-
 def test_check_continues_behind_a_wrong_spec_name():
     findings = check_config({"num_cpu_blocks": 8, "spec_name": "teiring", "exporters": ["status"]}, block_bytes=1)
     assert [finding.subject for finding in findings][:2] == ["options", "pool"]
@@ -134,44 +71,12 @@ def test_size_in_bytes_is_accepted_where_no_block_size_is_known():
     assert findings[0] == Finding("ok", "pool", "64 MiB, policy lru; a block's size is not given (--model)")
 
 
-def test_directory_that_others_may_read_is_a_warning(tmp_path):
-    for mode, is_warned in ((0o755, True), (0o700, False)):
-        tmp_path.chmod(mode)
-        assert ("other users may read it" in text_of(check_config(tiered(disk(tmp_path))), "warning")) is is_warned
-
-
 def test_room_for_shared_blocks_is_checked_with_tiers_only(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     given = tiered(disk(tmp_path / "tier"), num_cpu_blocks=1, pool_folder=str(tmp_path))
     for config, levels in ((given, ["error"]), ({"num_cpu_blocks": 1}, [])):
         findings = check_config(config, block_bytes=2 * free)
         assert [one.level for one in findings if one.subject == "shared memory"] == levels
-
-
-def test_what_is_no_tier_directory_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    given = tiered(disk(tmp_path / "file"))
-    assert text_of(check_config(given), "error") == f"{tmp_path / 'file'} is not a directory"
-    (tmp_path / "kvcache.json").write_text('{"version": 99}')
-    assert "is not a disk tier's header" in text_of(check_config(tiered(disk(tmp_path))), "error")
-    given = tiered(disk("/no-such-mount/kv"))
-    assert "is its file system not mounted?" in text_of(check_config(given), "warning")
-
-
-def test_exporters_that_cannot_be_opened_are_warned_of(tmp_path):
-    importlib.import_module("prometheus_client")
-    taken = tmp_path / "file"
-    taken.write_text("data")
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        exporters = [{"type": "prometheus", "port": port}, {"type": "status", "path": str(taken)}, "status"]
-        findings = check_config({"num_cpu_blocks": 8, "exporters": exporters})
-    found = [(one.level, one.text) for one in findings if one.subject.startswith("exporter")]
-    assert [level for level, _ in found] == ["warning", "warning", "ok"]
-    assert f"127.0.0.1:{port} cannot be opened" in found[0][1]
-    assert "is no socket" in found[1][1]
 
 
 @pytest.mark.parametrize(
