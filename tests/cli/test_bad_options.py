@@ -87,10 +87,7 @@ BAD = [
     ("plan TRACE --tier 1TiB@6GB --model 2", "--tier must be a rate such as 6GB/s, got '6GB'"),
     ("plan TRACE --tier 1B@6GB/s,fast --model 2", "--tier takes arbiter, write_through, write_back, write_through_"),
     ("plan TRACE --tier 1B@6GB/s,write_back,write_through --model 2", "--tier takes one write policy, got"),
-    (
-        """plan TRACE --tier '{"type": "disk"}' --model 2""",
-        "--tier of a plan is simulated: SIZE@RATE; kvcache replay",
-    ),
+    ("""plan TRACE --tier '{"type": "disk"}' --model 2""", "--tier of a plan is simulated: SIZE@RATE; kvcache replay"),
     ("plan TRACE --tier 1B@6GB/s --model 2", "--tier must hold at least one block of 1024 bytes, got 1"),
     ("plan TRACE --tier 1T@6GB/s --model 2 --serving price=4", "--serving price must name one price for host"),
     ("plan TRACE --serving price=free", "--serving price must be numbers >= 0, got 'free'"),
@@ -108,11 +105,12 @@ BAD = [
         "plan none.jsonl --groups full,mamba --policy lru,min",
         "--groups plans traces over host memory: leave out --tier",
     ),
+    ("plan TRACE --target ttft=1", "--target takes numbers > 0 for ttft_mean, ttft_p50, ttft_p99, dwpd"),
+    ("plan TRACE --target dwpd=-1", "--target takes numbers > 0 for ttft_mean, ttft_p50, ttft_p99, dwpd, as in "),
+    ("plan TRACE --target ttft_p99=1", "--target ttft_p99=1 needs a model with a known number of parameters"),
+    ("plan TRACE --target dwpd=1", "--target dwpd=1: dwpd needs a --tier"),
     ("plan TRACE --sample 0", "--sample must be a share > 0 and <= 1, got 0.0"),
-    (
-        "plan TRACE --tier 1T@1GB/s,arbiter --model 2",
-        "--tier ...,arbiter weighs loading against computing: it needs",
-    ),
+    ("plan TRACE --tier 1T@1GB/s,arbiter --model 2", "--tier ...,arbiter weighs loading against computing: it needs"),
     (
         "plan TRACE --tier 1T@1GB/s,arbiter --model llama-3.1-8b --sample 0.5",
         "--tier ...,arbiter needs whole prefixes: leave out --sample, got 0.5",

@@ -16,7 +16,7 @@ pytest.importorskip("rich")
 import kvcache
 from kvcache.cli.common import format_seconds
 from kvcache.lab.commands.mount import build_command
-from kvcache.lab.commands.options import complete_policies, parse_capacities
+from kvcache.lab.commands.options import parse_capacities
 
 
 @pytest.fixture
@@ -153,11 +153,6 @@ def test_shell_completes_policies(monkeypatch, run):
     status, out, _ = run()
     assert status == 0
     assert out.split()[0] == "lru,arc"
-
-
-def test_completion_goes_on_behind_a_comma():
-    assert complete_policies("l")[0] == "lru"
-    assert complete_policies("lru,ar") == ["lru,arc"]
 
 
 @pytest.mark.parametrize(("name", "most"), [("replay", 16), ("plan", 19), ("fleet", 18), ("rerun", 16)])

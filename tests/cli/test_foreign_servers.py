@@ -106,16 +106,7 @@ def test_path_that_is_too_long_for_a_socket_is_named(run, tmp_path, monkeypatch)
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda one: one[0])
 @pytest.mark.parametrize(
     "answer",
-    [
-        b"",
-        b"SSH-2.0-OpenSSH\r\n",
-        b"\xff\xfe",
-        b"[]\n",
-        b'{"ok": true',
-        b'{"ok": false}\n',
-        b"[" * 5000,
-        b"x" * 70_000,
-    ],
+    [b"", b"SSH-2.0-OpenSSH\r\n", b"\xff\xfe", b"[]\n", b'{"ok": true', b'{"ok": false}\n', b"[" * 5000, b"x" * 70_000],
     ids=range(8),
 )
 def test_answer_that_is_none_names_the_path(run, tmp_path, command, answer, monkeypatch):

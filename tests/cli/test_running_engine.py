@@ -38,15 +38,6 @@ def test_no_engine_is_a_clear_error(run, engine):
     assert (code, "no engine answers in" in error) == (2, True)
 
 
-def test_a_socket_that_cannot_be_opened_leaves_the_engine_running(tmp_path, caplog, engine):
-    path = engine.telemetry.exporters[0].address
-    options = {"num_cpu_blocks": 8, "exporters": [{"type": "status", "path": path}]}
-    manager = CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=options)).get_manager()
-    assert "exporter StatusServer is not available" in caplog.text
-    assert "is served by another process" in caplog.text
-    assert manager.lookup([b"a"]) == 0
-
-
 def test_status_socket_of_ended_process_is_removed(run, engine):
     path = Path(engine.telemetry.exporters[0].address)
     ended = path.with_name(f"status-{1 << 30}.sock")

@@ -5,13 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.exporters.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    BlockView,
-    EventBatch,
-)
+from kvcache.exporters.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, BlockView, EventBatch
 
 
 class PlainView:

@@ -242,10 +242,6 @@ def test_ranks_publish_on_ports_that_follow():
 
 
 def test_wrong_configurations_of_a_publisher_are_named():
-    with pytest.raises(ValueError, match="unknown options of exporter 'kv_events': port; known"):
-        opened([{"type": "kv_events", "port": 5}])
-    with pytest.raises(ValueError, match=r"buffer_batches in exporter 'kv_events'.*0"):
-        opened([{"type": "kv_events", "advanced": {"buffer_batches": 0}}])
     with pytest.raises(ValueError, match="takes the manager's events; remove the exporter KVEventExporter"):
         opened([{"type": "kv_events", "endpoint": ANY_PORT}], enable_events=True)
 

@@ -52,13 +52,6 @@ def test_checkpoint_gives_back_what_it_was_given(tmp_path):
         assert len(checkpoint.cells) == 4
 
 
-def test_checkpoint_of_another_grid_is_refused(tmp_path):
-    path = tmp_path / "cells"
-    Checkpoint(path, {"trace": "abc", "split": 1}).__exit__()
-    with pytest.raises(ValueError, match="is of another trace: name another file, or remove it"):
-        Checkpoint(path, {"trace": "abd", "split": 1})
-
-
 @pytest.mark.parametrize(
     "body", [b"hello\n", b"no newline at the end", b"two\nlines", b"\n{", b"\xff\xfe\x00", b'{"a": 1}']
 )

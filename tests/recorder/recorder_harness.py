@@ -6,11 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvcache import (
-    CPUOffloadingManager,
-    ReqContext,
-    Retention,
-)
+from kvcache import CPUOffloadingManager, ReqContext, Retention
 from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.recorder import ops
 from kvcache.recorder.format import Recording

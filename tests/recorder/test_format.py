@@ -13,9 +13,7 @@ import msgspec
 import pytest
 from recorder_harness import make_all_calls
 
-from kvcache import (
-    CPUOffloadingManager,
-)
+from kvcache import CPUOffloadingManager
 from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.recorder import ops
 from kvcache.recorder.files import frame_bytes, header_bytes

@@ -12,13 +12,7 @@ import pytest
 from msgspec.structs import replace
 from recorder_harness import COMPILED, key, make_all_calls, replayed, request
 
-from kvcache import (
-    CPUOffloadingManager,
-    MemoryTier,
-    ReqContext,
-    TierConfig,
-    TieredOffloadingManager,
-)
+from kvcache import CPUOffloadingManager, MemoryTier, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.lab.traces.recorded_trace import RecordedTrace
 from kvcache.recorder import ops

@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 from recorder_harness import key, replayed, serve
 
-from kvcache import (
-    CPUOffloadingManager,
-)
+from kvcache import CPUOffloadingManager
 from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.recorder import ops
 from kvcache.recorder.files import MAGIC
