@@ -110,7 +110,9 @@ def run_grid(
         else:
             workers = min(len(jobs), num_processes or len(os.sched_getaffinity(0)))
             if workers <= 1 and len(trace.ids) <= _MANY_IDS:
-                _check_memory({job: cell_bytes(job, len(trace.ids), grid.plan) for job in jobs}, max_memory_bytes)
+                # Without a limit, the keys of all groups are held: count the different ids.
+                num_ids = len(trace.ids) if grid.plan.groups is None else next_uses(trace)[1]
+                _check_memory({job: cell_bytes(job, num_ids, grid.plan) for job in jobs}, max_memory_bytes)
                 finished = _run_here(trace, jobs, grid.plan, report)
             else:
                 name = open_now.enter_context(tempfile.TemporaryDirectory(prefix="kvcache-grid-"))
