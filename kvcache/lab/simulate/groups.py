@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.assembly.models import DTYPE_BYTES, config_path, read_config
 from kvcache.block import ABSENT
-from kvcache.control.pool import MOST_KEY_GROUPS
 from kvcache.lab.simulate.run import Replay
-from kvcache.options import check_int, parse_count
+from kvcache.options import MOST_KEY_GROUPS, check_int, parse_count
 from kvcache.request import ReqContext
 
 if TYPE_CHECKING:
