@@ -62,10 +62,11 @@ class Registry:
         self._paths[name] = path
 
     def name_of(self, found: type) -> str | None:
-        """Return the name that a class is registered under; None where it is not."""
+        """Return the name that a class, or its `group_policy`, is registered under; None where it is not."""
+        path = f"{found.__module__}:{found.__qualname__}"
         for name in self.names():
             try:
-                if self.resolve(name) is found:
+                if (kind := self.resolve(name)) is found or getattr(kind, "group_policy", None) == path:
                     return name
             except ValueError:
                 continue

@@ -24,6 +24,7 @@ from kvcache.metrics import Labels
 from kvcache.options import (
     Component,
     Options,
+    check_windows,
     count_from,
     option,
     parse_count,
@@ -137,6 +138,10 @@ def _class_of(entry: Mapping[str, Any], registry: Registry, kind: str) -> tuple[
     return registry.resolve(options.pop("type")), options
 
 
+def _parse_windows(name: str, value: Any) -> tuple[int | None, ...]:
+    return tuple(check_windows(value))
+
+
 def _parse_exporters(name: str, value: Any) -> tuple[Component, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"{name} must be a list of names or dicts, got {value!r}")
@@ -167,6 +172,11 @@ class OffloadSettings(Options):
     )
     cache_policy: str | type = option(
         parse_policy, "lru", when="another policy hits more on your traffic; under vLLM the default is `gittins`"
+    )
+    group_windows: tuple[int | None, ...] | None = option(
+        _parse_windows,
+        None,
+        when="a model has several groups of KV caches: the window of each in blocks, null for the group without one",
     )
     store_threshold: int = option(
         count_from(0), 0, when="most prompts are used once: 2 stores a block only when it is offered a second time"
@@ -223,7 +233,8 @@ class OffloadSettings(Options):
     def manager_options(self) -> dict[str, Any]:
         """The options that every manager takes as they are."""
         names = ("store_threshold", "max_tracker_size", "what_if", "retention_share")
-        return {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in names}
+        return options if self.group_windows is None else {**options, "group_windows": self.group_windows}
 
     def describe(self) -> dict[str, Any]:
         """Return the options in effect as JSON types, without secrets, for the log and the status."""

@@ -111,6 +111,8 @@ class BlockPool:
             "backend": backend,
         }
         self._cache = self._make_cache(cache_policy, backend, group_windows)
+        if group_windows is not None:
+            self._options["group_windows"] = list(group_windows)
         self._admission = ReuseFilter(store_threshold, max_tracker_size) if store_threshold > 1 else None
         request_keys = self._cache.open_request()
         if observer is not None and not (isinstance(request_keys, RequestKeys) or hasattr(request_keys, "keys")):

@@ -202,6 +202,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in configs}
 
 
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """A function that makes vLLM's scheduler over our spec without a model; it is shut down at the end."""
+    from scheduling import ModelFreeEngine, write_config
+
+    engines = []
+
+    def make(*args: Any, **options: Any) -> Any:
+        engines.append(ModelFreeEngine(write_config(tmp_path), *args, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.scheduler.shutdown()
+
+
 @pytest.fixture(scope="session")
 def prompts(tokens: Any) -> list[list[int]]:
     """Three prompts of 1,040 tokens; 1,000 are shared, so their 32 whole blocks each are 34 different ones."""

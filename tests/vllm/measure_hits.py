@@ -4,6 +4,9 @@
 through vLLM's scheduler, its connector and our adapter, without a model: at its own times, several requests at once,
 prompts computed in chunks. The device keeps no prefixes, so the loaded blocks are the replay's hits. A listed
 block is 16 tokens here, and a step of 0.1 s computes 16 blocks.
+
+``--windows 1`` or ``mamba,mamba`` adds groups of KV caches with these windows in blocks; `--blocks` then counts blocks
+of each group, and ``replay`` is what the first policy serves. The device caches `--device` blocks, 0: none.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ os.environ.update(
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from scheduling import BLOCK_TOKENS, ModelFreeEngine, write_config
+from scheduling import BLOCK_TOKENS, MAMBA, ModelFreeEngine, write_config
 
 from kvcache import CPUOffloadingManager
 from kvcache.lab.simulate.run import Replay, ReplayClock
@@ -37,20 +40,32 @@ from kvcache.lab.traces.trace import Trace
 NUM_DEVICE_BLOCKS = 20_000
 
 
-def prompts(trace: Path, num_requests: int | None) -> Iterator[tuple[float, list[int]]]:
-    """Yield when each request arrives, and its tokens: whole blocks, and one token that must be computed."""
+def prompts(trace: Path, num_requests: int | None, has_parts: bool = True) -> Iterator[tuple[float, list[int]]]:
+    """Yield when each request arrives, and its tokens: whole blocks, and one token that must be computed.
+
+    `has_parts`: a block that a prompt fills in part counts as a whole one.
+    """
     with Trace(trace) as requests:
         for request in islice(requests, num_requests):
-            tokens = [hash_id + 3 for hash_id in request.hash_ids.tolist() for _ in range(BLOCK_TOKENS)]
+            hash_ids = request.hash_ids.tolist()[: None if has_parts else request.input_length // 512]
+            tokens = [hash_id + 3 for hash_id in hash_ids for _ in range(BLOCK_TOKENS)]
             yield request.arrival_s, [*tokens, 2]
 
 
-def served(model: Path, trace: Path, num_requests: int | None, policy: str, num_blocks: int) -> ModelFreeEngine:
+def served(
+    model: Path, arguments: argparse.Namespace, policy: str, num_blocks: int, windows: list[int | str | None]
+) -> ModelFreeEngine:
     """Serve the trace, and return the engine."""
     engine = ModelFreeEngine(
-        model, NUM_DEVICE_BLOCKS, num_blocks, has_device_cache=False, max_num_seqs=256, cache_policy=policy
+        model,
+        arguments.device or NUM_DEVICE_BLOCKS * len(windows),
+        num_blocks * len(windows),
+        windows=windows,
+        has_device_cache=bool(arguments.device),
+        max_num_seqs=256,
+        cache_policy=policy,
     )
-    engine.serve(prompts(trace, num_requests), max_tokens=2)
+    engine.serve(prompts(arguments.trace, arguments.requests, has_parts=len(windows) == 1), max_tokens=2)
     return engine
 
 
@@ -69,20 +84,26 @@ def main() -> int:
     parser.add_argument("--policy", default="lru")
     parser.add_argument("--blocks", default="1000")
     parser.add_argument("--requests", type=int, help="only so many of the first")
+    parser.add_argument("--windows", default="")
+    parser.add_argument("--device", type=int, default=0)
     arguments = parser.parse_args()
-    num_short = 0
+    windows = [None, *(MAMBA if w == MAMBA else int(w) * BLOCK_TOKENS for w in arguments.windows.split(",") if w)]
+    num_short, hits = 0, {}
     print("policy    blocks     replay     served   ratio    stored  refused  seconds")
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(Path(folder))
         for policy in arguments.policy.split(","):
             for num_blocks in map(int, arguments.blocks.split(",")):
                 start = time.monotonic()
-                expected = replayed(arguments.trace, arguments.requests, policy, num_blocks)
-                engine = served(model, arguments.trace, arguments.requests, policy, num_blocks)
+                engine = served(model, arguments, policy, num_blocks, windows)
                 stats = engine.stats
-                ratio = stats.loaded_blocks / expected
+                if len(windows) == 1:
+                    expected = replayed(arguments.trace, arguments.requests, policy, num_blocks)
+                else:
+                    expected = hits.setdefault(num_blocks, engine.loaded_positions)
+                ratio = engine.loaded_positions / expected
                 print(
-                    f"{policy:<8} {num_blocks:7,} {expected:10,} {stats.loaded_blocks:10,} {ratio:7.3f} "
+                    f"{policy:<8} {num_blocks:7,} {expected:10,} {engine.loaded_positions:10,} {ratio:7.3f} "
                     f"{stats.stored_blocks:9,} {stats.rejected_stores:8,} {time.monotonic() - start:8.0f}",
                     flush=True,
                 )

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -36,6 +37,7 @@ from kvcache.integrations.vllm import KVCacheOffloadingSpec
 
 BLOCK_TOKENS = 16
 GENERATED_TOKEN = 1
+MAMBA = "mamba"
 
 
 def write_config(folder: Path) -> Path:
@@ -73,7 +75,8 @@ class ModelFreeEngine:
 
     Of the `model` in a folder, only the config is read. Blocks have 16 tokens. A step takes `step_s` and schedules at
     most `step_tokens` tokens, so longer prompts are computed in chunks; a transfer takes `transfer_steps`. `windows`
-    has each KV-cache group's sliding window in tokens, or None for full attention.
+    has each KV-cache group's sliding window in tokens, MAMBA for recurrent layers, or None for full attention. Windows
+    are kept every `retention_interval` tokens; 0: where prompts end and part; None: all.
     """
 
     def __init__(
@@ -84,10 +87,11 @@ class ModelFreeEngine:
         step_tokens: int = 256,
         step_s: float = 0.1,
         transfer_steps: int = 1,
-        windows: Iterable[int | None] = (None,),
+        windows: Iterable[int | str | None] = (None,),
         has_device_cache: bool = True,
         max_num_seqs: int = 64,
         max_model_len: int = 1 << 20,
+        retention_interval: int | None = 0,
         **extra_config: Any,
     ) -> None:
         windows = tuple(windows)
@@ -104,6 +108,7 @@ class ModelFreeEngine:
                 )
             ],
             kv_cache_groups=groups,
+            prefix_cache_retention_interval=retention_interval,
         )
         spec = {"spec_name": "SimulatedSpec", "spec_module_path": "scheduling"}
         self.vllm_config = EngineArgs(
@@ -117,6 +122,7 @@ class ModelFreeEngine:
             max_num_batched_tokens=step_tokens,
             enable_chunked_prefill=True,
             enable_prefix_caching=has_device_cache,
+            prefix_cache_retention_interval=retention_interval,
             async_scheduling=False,
             disable_hybrid_kv_cache_manager=False,
             kv_transfer_config=transfer_config(
@@ -124,6 +130,8 @@ class ModelFreeEngine:
             ),
         ).create_engine_config()
         self.vllm_config.cache_config.num_gpu_blocks = num_device_blocks
+        if MAMBA in windows:
+            self.vllm_config.cache_config.mamba_cache_mode = "align"
         with set_current_vllm_config(self.vllm_config):
             self.scheduler = Scheduler(
                 vllm_config=self.vllm_config,
@@ -134,6 +142,7 @@ class ModelFreeEngine:
             )
         init_none_hash(sha256)
         self._block_hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self._windows = windows
         self._step_s = step_s
         self._transfer_steps = transfer_steps
         self._num_steps = 0
@@ -143,6 +152,8 @@ class ModelFreeEngine:
         self._transfers: list[tuple[int, int, str | None]] = []
         self._pending_stores: dict[int, Any] = {}
         self.loaded_blocks = 0
+        # Of the group without a window.
+        self.loaded_positions = 0
         self.num_preemptions = 0
         CLOCK.now_s = 0.0
 
@@ -225,18 +236,20 @@ class ModelFreeEngine:
             end = request.num_computed_tokens
             start = end - num_tokens
             tables = self.scheduler.kv_cache_manager.get_block_ids(req_id)
-            for group, (table, window) in enumerate(zip(tables, self._windows(), strict=True)):
-                first = 0 if window is None else max(0, start - window + 1) // BLOCK_TOKENS
-                for i in range(first, start // BLOCK_TOKENS):
+            for group, (table, window) in enumerate(zip(tables, self._windows, strict=True)):
+                first, first_written = 0, start // BLOCK_TOKENS
+                if window == MAMBA:
+                    # The state at the end of a block, if the step begins or ends there.
+                    first = (start - 1) // BLOCK_TOKENS
+                    first_written = (end - 1) // BLOCK_TOKENS
+                elif window is not None:
+                    first = max(0, start - window + 1) // BLOCK_TOKENS
+                for i in range(max(first, 0), start // BLOCK_TOKENS):
                     found = self._device.get((group, table[i]))
                     if found != request.block_hashes[i]:
                         raise AssertionError(f"request {req_id}: block {i} of group {group} holds {found!r}")
-                for i in range(start // BLOCK_TOKENS, end // BLOCK_TOKENS):
+                for i in range(first_written, end // BLOCK_TOKENS):
                     self._device[group, table[i]] = request.block_hashes[i]
-
-    def _windows(self) -> list[int | None]:
-        groups = self.scheduler.kv_cache_config.kv_cache_groups
-        return [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
 
     def _store(self, device: Any, host: Any) -> None:
         for group, block_id, host_id in _pairs(device, host):
@@ -249,6 +262,7 @@ class ModelFreeEngine:
                 raise AssertionError(f"host block {host_id} is of group {stored_group}, not {group}")
             self._device[group, block_id] = content
             self.loaded_blocks += 1
+            self.loaded_positions += self._windows[group] is None
 
     def _runner_output(self, output: Any, flushed: set[int]) -> ModelRunnerOutput:
         req_ids = list(output.num_scheduled_tokens)
@@ -281,6 +295,10 @@ def _pairs(device: Any, host: Any) -> Iterator[tuple[int, int, int]]:
     yield from zip(groups, block_ids, host_ids, strict=True)
 
 
-def _group_spec(window: int | None) -> Any:
+def _group_spec(window: int | str | None) -> Any:
+    if window == MAMBA:
+        return MambaSpec(
+            block_size=BLOCK_TOKENS, shapes=((2 * BLOCK_TOKENS,),), dtypes=(torch.float32,), mamba_cache_mode="align"
+        )
     shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)

@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from scheduling import BLOCK_TOKENS, CLOCK, ModelFreeEngine, write_config
+from scheduling import BLOCK_TOKENS, CLOCK
 from vllm.v1.request import RequestStatus
 
 from kvcache.registry import POLICIES
@@ -16,25 +16,6 @@ from kvcache.tiers.memory import MemoryTier
 
 FULL = (None,)
 HYBRID = (None, 4 * BLOCK_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_config(tmp_path_factory.mktemp("config"))
-
-
-@pytest.fixture
-def make(model):
-    """A function that makes an engine; it is shut down at the end."""
-    made = []
-
-    def build(*args, **options):
-        made.append(ModelFreeEngine(model, *args, **options))
-        return made[-1]
-
-    yield build
-    for engine in made:
-        engine.scheduler.shutdown()
 
 
 def tokens(seed, num_blocks):
@@ -57,9 +38,11 @@ def is_idle(engine):
 
 @pytest.mark.parametrize("policy", POLICIES.names())
 @pytest.mark.parametrize("windows", [FULL, HYBRID], ids=["full", "hybrid"])
-def test_every_block_is_what_was_stored_under_pressure(make, policy, windows):
+def test_every_block_is_what_was_stored_under_pressure(make_engine, policy, windows):
     # The device holds two or three requests, the host a fifth of all blocks.
-    engine = make(64, 40, step_tokens=96, transfer_steps=2, windows=windows, cache_policy=policy, max_model_len=1024)
+    engine = make_engine(
+        64, 40, step_tokens=96, transfer_steps=2, windows=windows, cache_policy=policy, max_model_len=1024
+    )
     engine.serve(storm(1), max_tokens=20)
     stats = engine.stats
     assert is_idle(engine)
@@ -68,8 +51,8 @@ def test_every_block_is_what_was_stored_under_pressure(make, policy, windows):
     assert stats.stored_blocks - stats.evicted_blocks == stats.num_blocks - stats.num_free
 
 
-def test_preempted_requests_come_back_from_the_host(make):
-    engine = make(24, 200, step_tokens=64, max_num_seqs=8, max_model_len=1024)
+def test_preempted_requests_come_back_from_the_host(make_engine):
+    engine = make_engine(24, 200, step_tokens=64, max_num_seqs=8, max_model_len=1024)
     for number in range(4):
         engine.add(str(number), [*tokens(number, 4), 2], max_tokens=60)
     engine.drain()
@@ -78,8 +61,8 @@ def test_preempted_requests_come_back_from_the_host(make):
     assert is_idle(engine)
 
 
-def test_second_request_waits_for_blocks_that_are_being_stored(make):
-    engine = make(200, 100, step_tokens=1024, transfer_steps=5, has_device_cache=False)
+def test_second_request_waits_for_blocks_that_are_being_stored(make_engine):
+    engine = make_engine(200, 100, step_tokens=1024, transfer_steps=5, has_device_cache=False)
     engine.add("first", [*tokens(0, 8), 2])
     engine.step()
     engine.step()  # its store is under way
@@ -89,8 +72,8 @@ def test_second_request_waits_for_blocks_that_are_being_stored(make):
     assert (engine.stats.stored_blocks, engine.stats.loaded_blocks) == (8, 8)
 
 
-def test_aborted_requests_leave_no_references_behind(make):
-    engine = make(64, 60, step_tokens=64, transfer_steps=3, max_model_len=1024)
+def test_aborted_requests_leave_no_references_behind(make_engine):
+    engine = make_engine(64, 60, step_tokens=64, transfer_steps=3, max_model_len=1024)
     dice = random.Random(5)
     for number, (_, token_ids) in enumerate(storm(2, 80)):
         engine.add(str(number), token_ids, max_tokens=8)
@@ -103,8 +86,8 @@ def test_aborted_requests_leave_no_references_behind(make):
     assert engine.loaded_blocks > 0
 
 
-def test_nothing_old_is_loaded_after_a_reset_in_the_middle(make):
-    engine = make(200, 100, step_tokens=64, transfer_steps=3, max_model_len=1024)
+def test_nothing_old_is_loaded_after_a_reset_in_the_middle(make_engine):
+    engine = make_engine(200, 100, step_tokens=64, transfer_steps=3, max_model_len=1024)
     for number, (_, token_ids) in enumerate(storm(3, 60)):
         engine.add(str(number), token_ids, max_tokens=4)
         engine.step()
@@ -117,9 +100,9 @@ def test_nothing_old_is_loaded_after_a_reset_in_the_middle(make):
     assert is_idle(engine)
 
 
-def test_running_requests_stored_in_chunks_lose_their_tails_first(make):
+def test_running_requests_stored_in_chunks_lose_their_tails_first(make_engine):
     # Two long prompts are computed a few blocks a step, in turn, and fill the host together.
-    engine = make(400, 48, step_tokens=4 * BLOCK_TOKENS, has_device_cache=False, cache_policy="lru")
+    engine = make_engine(400, 48, step_tokens=4 * BLOCK_TOKENS, has_device_cache=False, cache_policy="lru")
     first, second = tokens(1, 32), tokens(2, 32)
     engine.serve(iter([(0.0, [*first, 2]), (0.0, [*second, 2])]))
     stats = engine.stats
@@ -150,10 +133,10 @@ class PacedTier(MemoryTier):
         return [replace(result, start_s=first, end_s=last) for result, (first, last) in zip(ended, times, strict=True)]
 
 
-def test_rate_of_prefill_is_learned_and_a_slow_tier_left_alone(make):
+def test_rate_of_prefill_is_learned_and_a_slow_tier_left_alone(make_engine):
     tier = {"type": f"{__name__}:PacedTier", "capacity": "64MiB", "arbiter": True, "deadline_s": 1000}
     options = {"cpu_bytes_to_use": 200 * 4096, "cache_policy": "lru", "tiers": [tier], "lookup_deadline_s": 1000}
-    engine = make(400, 200, has_device_cache=False, max_num_seqs=1, **options)
+    engine = make_engine(400, 200, has_device_cache=False, max_num_seqs=1, **options)
     manager = engine.manager._tiered
     prompts = [[1 + (number * 7 + i) % 500 for i in range(1025)] for number in range(8)]
     for number, prompt in enumerate(prompts):

@@ -44,12 +44,14 @@ class EngineRequest(ReqContext):
     runs.
     """
 
-    __slots__ = ("has_ended", "may_load_below", "promoted", "transfers")
+    __slots__ = ("has_ended", "has_used_path", "may_load_below", "promoted", "transfers")
 
     def __init__(self, req_context: Any, has_positions: bool) -> None:
         super().__init__(req_context.req_id, req_context.kv_transfer_params)
         # Whether the engine has reported its end; its last stores may still be running.
         self.has_ended = False
+        # Whether its keys of the group without a window were used.
+        self.has_used_path = False
         # Its running loads and stores: number of resets before, and keys in the order of the prompt.
         self.transfers: list[tuple[int, list[bytes]]] = []
         # Keys that were not in host memory at their first look-up: if they are loaded, a tier promoted them.
@@ -98,13 +100,14 @@ class KVCacheOffloadingManager(OffloadingManager):
     """Adapter of a manager, which only this adapter drives, to vLLM's scheduler. `shutdown` ends `what_if_log`.
 
     `spec_type` is vLLM's class for host blocks if its own worker copies them; None: ours. `info` holds the values of
-    `info_keys`.
+    `info_keys`. `path_group` is the group of KV caches without a window, if the policy knows the windows of the others.
     """
 
     info_keys = ("kvcache_capacity_blocks", "kvcache_capacity_bytes")
     info: tuple[int, ...] = ()
     spec_type: Any = None
     what_if_log: Background | None = None
+    path_group: int | None = None
 
     def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, release: Release) -> None:
         self._manager = manager
@@ -135,10 +138,21 @@ class KVCacheOffloadingManager(OffloadingManager):
         return self.sources and self.sources.HOST
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
-        ours, keys = req_context.get_state(EngineRequest), list(keys)
+        ours, keys = self._used(req_context), list(keys)
         spec = self._manager.prepare_load(keys, ours)
         ours.begin_transfer(keys, self._num_resets)
         return spec if self.spec_type is None else self._engine_spec(spec)
+
+    def _used(self, req_context: Any) -> EngineRequest:
+        """Return our context of a request. Before its first transfer, use its path if the policy knows windows."""
+        ours: EngineRequest = req_context.get_state(EngineRequest)
+        if self.path_group is not None and not ours.has_used_path:
+            ours.has_used_path = True
+            group, tokens = self.path_group.to_bytes(4, "big"), self._manager.block_size
+            # Positions within a block are those of states that vLLM looks for between blocks.
+            path = [key for key, end in (ours.positions or {}).items() if key[-4:] == group and end % tokens == 0]
+            self._manager.touch(path, ours)
+        return ours
 
     def _engine_spec(self, spec: Any) -> Any:
         return self.spec_type(spec.block_ids)
@@ -151,7 +165,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         return None if ours.has_ended else ours
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        ours = req_context.get_state(EngineRequest)
+        ours = self._used(req_context)
         output = self._manager.prepare_store(keys, ours)
         if output is not None:
             ours.begin_transfer(output.keys_to_store, self._num_resets)
@@ -172,10 +186,10 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._manager.touch(keys, req_context.get_state(EngineRequest))
 
     def on_request_finished(self, req_context: Any) -> None:
-        ours = req_context.get_state(EngineRequest)
-        if ours is not None:
+        if req_context.get_state(EngineRequest) is not None:
+            ours = self._used(req_context)
             ours.has_ended = True
-            self._manager.on_request_finished(ours, use_positions=self._key_positions)
+            self._manager.on_request_finished(ours, use_positions=self._key_positions and self.path_group is None)
 
     def on_schedule_end(self, context: Any = None) -> None:
         self._manager.on_schedule_end()

@@ -47,6 +47,7 @@ _DECIDED_BY_ENGINE = frozenset({"num_cpu_blocks", "enable_events"})
 OUR_KEYS = OffloadSettings.keys() - _DECIDED_BY_ENGINE
 DATA_PLANE = "data_plane"
 NODE_POOL = "node_pool"
+GROUP_WINDOWS = "group_windows"
 KNOWN_KEYS = ENGINE_KEYS | OUR_KEYS | {DATA_PLANE, NODE_POOL}
 _parse_data_plane = choice_of("vllm", "kvcache")
 _ENGINE_POLICY_KEYS = frozenset({"eviction_policy", "cache_policy_module_path"})
@@ -258,11 +259,13 @@ def _read_engine_policy(extra_config: Mapping[str, Any]) -> str:
 def _read_manager(extra_config: Mapping[str, Any], num_groups: int) -> OurManager:
     """Parse the configuration of our manager.
 
-    Without a policy it is `gittins`, for a model with one group of KV caches: it stores nothing behind a block that is
-    absent, and groups with a sliding window leave blocks out. For `num_groups` > 1 it is `lru`.
+    Without a policy it is `gittins` for a model with one group of KV caches, or if `group_windows` are given. For
+    `num_groups` > 1 it is `lru`, until the spec knows their windows: groups with a window leave blocks out, and without
+    windows `gittins` stores nothing behind a block that is absent.
     """
     options = {key: value for key, value in extra_config.items() if key not in _DECIDED_BY_ENGINE}
-    policy = DEFAULT_POLICY if num_groups == 1 else "lru"
+    windows = options.get(GROUP_WINDOWS)
+    policy = DEFAULT_POLICY if num_groups == 1 or windows is not None else "lru"
     settings, data_plane, node_pool = run_all(
         (
             partial(OffloadSettings.parse_part, {"cache_policy": policy, **options}, WHERE),
@@ -273,6 +276,8 @@ def _read_manager(extra_config: Mapping[str, Any], num_groups: int) -> OurManage
     _check_under_engine(settings)
     if node_pool:
         _check_node(settings, extra_config)
+    if num_groups > 1 and settings.group_windows is not None and len(settings.group_windows) != num_groups:
+        raise ValueError(f"{GROUP_WINDOWS} must name the model's {num_groups} groups of KV caches, got {windows!r}")
     return OurManager(settings, settings.cache_policy, data_plane, node_pool)
 
 
@@ -293,6 +298,8 @@ def _check_node(settings: OffloadSettings, extra_config: Mapping[str, Any]) -> N
     """Raise ValueError if options of one engine's own pool are set for a pool of all engines."""
     if "pool_folder" in extra_config:
         raise ValueError(f"the pool of a {NODE_POOL!r} lies in /dev/shm; leave 'pool_folder' out")
+    if settings.group_windows is not None:
+        raise ValueError(f"{GROUP_WINDOWS!r} does not work with {NODE_POOL!r}, got {list(settings.group_windows)}")
     for tier in settings.tiers:
         if tier.of_rank("0") is not tier:
             raise ValueError(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
+from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 from vllm.logger import init_logger
@@ -14,14 +17,23 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvcache.assembly.assemble import open_manager
 from kvcache.control.telemetry import MAX_LABEL_CHARS
 from kvcache.integrations.vllm.copies import Copies, EngineCopies, OwnCopies
+from kvcache.integrations.vllm.group_windows import find_windows
 from kvcache.integrations.vllm.identity import engine_config
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
-from kvcache.integrations.vllm.settings import UNDESCRIBED, WHERE, OurManager, read_config, unknown_keys
+from kvcache.integrations.vllm.settings import (
+    DEFAULT_POLICY,
+    UNDESCRIBED,
+    WHERE,
+    OurManager,
+    read_config,
+    unknown_keys,
+)
 from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import TieredKVCacheOffloadingManager, record_region
 from kvcache.integrations.vllm.what_if_log import log_what_if
+from kvcache.options import check_windows
 from kvcache.tiering.manager import TieredOffloadingManager
 
 # vLLM's log configuration covers loggers below its own name only.
@@ -71,9 +83,26 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
                 logger.warning("kvcache does not know these keys of %s: %s", WHERE, unknown)
             if self.kv_events_config.enable_kv_cache_events and not self.kv_events_config.self_describing_kv_events:
                 logger.warning("%s", UNDESCRIBED)
+            self._set_windows(sys._getframe(1))
             self._manager = self._make_manager()
             logger.info("%s", self._description(self._manager))
         return self._manager
+
+    def _set_windows(self, caller: FrameType) -> None:
+        """Choose the policy of a model with several groups of KV caches, unless the configuration names windows."""
+        num_groups = len(self.config.groups)
+        if num_groups == 1 or self.settings.group_windows is not None:
+            return
+        if self.extra_config.get("cache_policy") not in (None, DEFAULT_POLICY):
+            return
+        try:
+            if self.node_pool or self.settings.tiers:
+                raise ValueError("a shared pool and tiers need every block")
+            windows = tuple(check_windows(find_windows(self.config.groups, caller)))
+            self.settings = replace(self.settings, cache_policy=DEFAULT_POLICY, group_windows=windows)
+        except ValueError as error:
+            policy = self.settings.cache_policy
+            logger.info("policy %s without group_windows, for %d groups of KV caches: %s", policy, num_groups, error)
 
     def get_worker(self, kv_caches: Any) -> Any:
         if self._worker is None:
@@ -152,6 +181,8 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
             adapter = TieredKVCacheOffloadingManager(manager, installed_release(), self.clock)
         else:
             adapter = KVCacheOffloadingManager(manager, installed_release())
+        if self.settings.group_windows is not None:
+            adapter.path_group = self.settings.group_windows.index(None)
         adapter.what_if_log = log_what_if(manager) if self.settings.what_if else None
         adapter.info = (self.num_blocks, self.num_blocks * self.block_bytes)
         adapter.spec_type = self.copies.spec_type

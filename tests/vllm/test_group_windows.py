@@ -1,0 +1,268 @@
+"""gittins for models with several groups of KV caches, as vLLM's own scheduler calls it: sliding windows and Mamba.
+
+The worker copies between dictionaries (scheduling.py): every block that a request reads is checked.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from scheduling import BLOCK_TOKENS, MAMBA
+from vllm.v1.request import RequestStatus
+
+from kvcache.integrations.vllm import group_windows, spec
+from kvcache.integrations.vllm.group_windows import find_windows
+
+SLIDING = (None, 4 * BLOCK_TOKENS)
+STATES = (MAMBA, None, MAMBA)
+MODELS = pytest.mark.parametrize("windows", [SLIDING, STATES], ids=["sliding", "states"])
+
+
+def tokens(seed, num_blocks):
+    return random.Random(seed).choices(range(3, 500), k=num_blocks * BLOCK_TOKENS)
+
+
+@pytest.fixture
+def make(make_engine):
+    """A function that makes an engine, whose `calls` are its stores: (group, block) of each key, offered and stored."""
+
+    def build(windows, num_host_blocks=100, **options):
+        options = {"step_tokens": 4 * BLOCK_TOKENS, "max_model_len": 4096, **options}
+        engine = make_engine(400, num_host_blocks, windows=windows, **options)
+        engine.policy, engine.calls, engine.names = engine.manager._manager.policy, [], {}
+        prepare = engine.manager.prepare_store
+
+        def prepare_store(keys, context):
+            output = prepare(keys, context)
+            for key in keys:
+                engine.names[key] = (key[-1], context.get_offload_key_position(key) // BLOCK_TOKENS)
+            stored = [engine.names[key] for key in output.keys_to_store]
+            engine.calls.append(([engine.names[key] for key in keys], stored))
+            return output
+
+        engine.manager.prepare_store = prepare_store
+        return engine
+
+    return build
+
+
+def serve(engine, *prompts):
+    """Serve prompts one after another, and return for each how many of its positions were loaded."""
+    loaded = []
+    for prompt in prompts:
+        before, engine.calls[:] = engine.loaded_positions, []
+        engine.add(f"request-{random.random()}", [*prompt, 2])
+        engine.drain()
+        engine.policy.check()
+        loaded.append(engine.loaded_positions - before)
+    return loaded
+
+
+def leaving(engine):
+    return [engine.names[key] for key in engine.policy.leave_first]
+
+
+def keys_of(group, first, last):
+    return [(group, i) for i in range(first, last + 1)]
+
+
+FIRST, DEEPER, DEEPEST = tokens(1, 10), tokens(2, 4), tokens(3, 4)
+# The stores of FIRST: every call of the engine, all of its keys are stored.
+CALLS = {
+    SLIDING: [keys_of(0, 1, 4), keys_of(0, 5, 8) + keys_of(1, 7, 8), keys_of(0, 9, 10) + keys_of(1, 9, 10)],
+    # A state precedes the block whose end it describes.
+    STATES: [keys_of(1, 1, 4), keys_of(1, 5, 8), [(0, 10)], [(2, 10)], keys_of(1, 9, 10)],
+}
+NUM_KEYS = {windows: sum(map(len, calls)) for windows, calls in CALLS.items()}
+
+
+@MODELS
+def test_unit_stored_in_parts_is_resumed(make, windows):
+    engine = make(windows)
+    assert serve(engine, FIRST) == [0]
+    assert engine.calls == [(keys, keys) for keys in CALLS[windows]]
+    paths = [[engine.names[key][1] for key in keys] for _, _, keys in engine.policy.listed]
+    assert paths == [[10], list(range(1, 10))]
+    assert leaving(engine) == []
+    engine.scheduler.reset_prefix_cache()
+    assert serve(engine, FIRST) == [10]
+    assert engine.policy.lru_requests == 0
+
+
+@MODELS
+def test_declined_unit_declines_its_later_parts(make, windows):
+    engine = make(windows, NUM_KEYS[windows])
+    for expected in (0, 10, 10):
+        assert serve(engine, FIRST) == [expected]
+        engine.scheduler.reset_prefix_cache()
+    assert serve(engine, tokens(9, 10)) == [0]
+    assert [stored for _, stored in engine.calls] == [[]] * len(CALLS[windows])
+    engine.scheduler.reset_prefix_cache()
+    assert serve(engine, FIRST) == [10]
+
+
+@MODELS
+def test_hit_on_device_passes_boundary_in_host(make, windows):
+    engine = make(windows)
+    assert serve(engine, FIRST, FIRST + DEEPER, FIRST + DEEPER + DEEPEST) == [0, 0, 0]
+    # One boundary in the middle is given up, the one before it stays.
+    assert leaving(engine) == (keys_of(1, 11, 14)[::-1] if windows == SLIDING else [(2, 14), (0, 14)])
+    engine.scheduler.reset_prefix_cache()
+    assert serve(engine, FIRST + DEEPER + DEEPEST) == [18]
+    engine.scheduler.reset_prefix_cache()
+    assert serve(engine, FIRST + tokens(4, 1)) == [10]
+
+
+@MODELS
+def test_junction_on_device_becomes_boundary(make, windows):
+    engine = make(windows)
+    serve(engine, FIRST, FIRST[: 6 * BLOCK_TOKENS] + tokens(4, 3))
+    engine.scheduler.reset_prefix_cache()
+    assert serve(engine, FIRST[: 6 * BLOCK_TOKENS] + tokens(5, 3)) == [6]
+
+
+def test_junction_that_engine_misses_is_no_boundary(make):
+    engine = make(SLIDING, has_device_cache=False)
+    assert serve(engine, FIRST, *(FIRST[: 6 * BLOCK_TOKENS] + tokens(seed, 3) for seed in (4, 5))) == [0, 0, 0]
+    assert serve(engine, FIRST) == [10]
+
+
+@MODELS
+def test_keys_outside_sets_are_declined(make, windows):
+    engine = make(windows, retention_interval=None)
+    serve(engine, FIRST)
+    offered, stored = ({key for call in engine.calls for key in call[i]} for i in (0, 1))
+    # The end of the first step is taken for a junction.
+    assert offered - stored == set(keys_of(1, 5, 6) if windows == SLIDING else [(0, 8), (2, 8)])
+    engine.scheduler.reset_prefix_cache()
+    assert serve(engine, FIRST) == [10]
+
+
+@MODELS
+def test_aborted_request_leaves_its_end_first(make, windows):
+    engine = make(windows)
+    engine.add("aborted", [*FIRST, 2])
+    engine.step()
+    engine.step()
+    engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    engine.drain()
+    engine.policy.check()
+    assert leaving(engine) == ([(1, 7), (1, 8), (0, 8)] if windows == SLIDING else [(1, 8)])
+
+
+@MODELS
+def test_failed_store_ends_its_boundary(make, windows):
+    engine = make(windows)
+    complete, engine.manager.complete_store = (
+        engine.manager.complete_store,
+        lambda keys, context: complete(keys, context, success=not any(engine.names[key] == (1, 10) for key in keys)),
+    )
+    serve(engine, FIRST)
+    engine.manager.complete_store = complete
+    for expected in (0, 10):
+        engine.scheduler.reset_prefix_cache()
+        assert serve(engine, FIRST) == [expected]
+
+
+@MODELS
+def test_reset_clears_boundaries_and_queue(make, windows):
+    engine = make(windows)
+    serve(engine, FIRST, FIRST + DEEPER, FIRST + DEEPER + DEEPEST)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.forget_host()
+    assert (engine.policy.leave_first, engine.policy.listed) == ([], [])
+    assert serve(engine, FIRST) == [0]
+    assert engine.calls == [(keys, keys) for keys in CALLS[windows]]
+
+
+@MODELS
+def test_unknown_positions_are_served_by_lru(make, windows):
+    engine = make(windows)
+    engine.manager._key_positions = False
+    assert serve(engine, FIRST) == [0]
+    engine.scheduler.reset_prefix_cache()
+    assert serve(engine, FIRST) == [10]
+    assert engine.policy.lru_requests == 2
+    assert len(leaving(engine)) == NUM_KEYS[windows]
+
+
+@pytest.mark.parametrize("windows", [SLIDING, STATES, (3 * BLOCK_TOKENS, None, MAMBA)])
+def test_storm_of_aborts_failures_and_resets(make, windows):
+    engine = make(windows, 50, transfer_steps=3)
+    dice = random.Random(7)
+    complete = engine.manager.complete_store
+    engine.manager.complete_store = lambda keys, context: complete(keys, context, success=dice.random() > 0.1)
+    stems = [tokens(stem, 12) for stem in range(3)]
+    for number in range(120):
+        prompt = dice.choice(stems)[: dice.randrange(200)] + tokens(1000 + number, dice.randrange(1, 4))
+        engine.add(str(number), [*prompt, 2], max_tokens=dice.randrange(1, 30))
+        engine.step()
+        if dice.random() < 0.3 and engine.scheduler.requests:
+            engine.scheduler.finish_requests(
+                dice.choice(sorted(engine.scheduler.requests)), RequestStatus.FINISHED_ABORTED
+            )
+        if number % 40 == 39:
+            engine.drain()
+            assert engine.scheduler.reset_prefix_cache(reset_connector=number == 79)
+        engine.policy.check()
+    engine.drain()
+    stats = engine.stats
+    assert (stats.num_pending, stats.num_referenced, len(engine.scheduler.requests)) == (0, 0, 0)
+    assert min(engine.loaded_positions, stats.failed_blocks, stats.evicted_blocks, stats.declined_blocks) > 0
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [(SLIDING, [None, 4]), (STATES, [1, None, 1]), ((24, None, MAMBA), [2, None, 1]), ((None,), None)],
+)
+def test_windows_are_those_of_vllms_connector(make, windows, expected):
+    assert make(windows).manager._manager.telemetry.config.get("group_windows") == expected
+
+
+@pytest.fixture
+def log(monkeypatch):
+    lines = []
+    monkeypatch.setattr(spec.logger, "info", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def test_named_windows_replace_those_of_vllm(make, log):
+    engine = make(SLIDING, group_windows=[None, 2])
+    assert engine.manager._manager.telemetry.config["group_windows"] == [None, 2]
+    assert not any("without group_windows" in line for line in log)
+    with pytest.raises(
+        ValueError, match=r"group_windows must name the model's 2 groups of KV caches, got \[None, 2, 2\]"
+    ):
+        make(SLIDING, group_windows=[None, 2, 2])
+    with pytest.raises(ValueError, match="the policy LRUCachePolicy has no rule for several KV-cache groups"):
+        make(SLIDING, group_windows=[None, 2], cache_policy="lru")
+
+
+def test_unknown_windows_leave_lru_and_are_logged_once(make, log, monkeypatch):
+    monkeypatch.setattr(spec, "find_windows", lambda groups, caller: find_windows(groups))
+    engine = make(SLIDING)
+    serve(engine, FIRST)
+    assert type(engine.policy).__name__ == "LRUCachePolicy"
+    reason = (
+        "policy lru without group_windows, for 2 groups of KV caches: this release of vLLM does not name their windows"
+    )
+    assert [line for line in log if "without" in line] == [reason]
+
+
+GROUP = {"sliding_window_size_in_chunks": None, "tokens_per_block": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_positions", "reason"),
+    [
+        ([{}, {"tokens_per_block": 64}], True, r"their blocks have \[16, 64\] tokens"),
+        ([{}, {"is_eagle_group": True}], True, r"groups \[1\] hold layers of a draft model"),
+        ([{"group_id": 0}, {"group_id": 2}], True, r"only groups \[0, 2\] are offloaded"),
+        ([{}, {}], False, "this release of vLLM does not name the positions of blocks"),
+    ],
+)
+def test_model_without_rule_is_named(monkeypatch, changes, has_positions, reason):
+    release = SimpleNamespace(key_positions=has_positions)
+    monkeypatch.setattr(group_windows, "installed_release", lambda: release)
+    with pytest.raises(ValueError, match=reason):
+        find_windows([SimpleNamespace(**(GROUP | change)) for change in changes])
