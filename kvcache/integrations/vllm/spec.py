@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
-import sys
 import time
 from dataclasses import replace
 from types import FrameType
@@ -83,12 +83,13 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
                 logger.warning("kvcache does not know these keys of %s: %s", WHERE, unknown)
             if self.kv_events_config.enable_kv_cache_events and not self.kv_events_config.self_describing_kv_events:
                 logger.warning("%s", UNDESCRIBED)
-            self._set_windows(sys._getframe(1))
+            frame = inspect.currentframe()
+            self._set_windows(frame and frame.f_back)
             self._manager = self._make_manager()
             logger.info("%s", self._description(self._manager))
         return self._manager
 
-    def _set_windows(self, caller: FrameType) -> None:
+    def _set_windows(self, caller: FrameType | None) -> None:
         """Choose the policy of a model with several groups of KV caches, unless the configuration names windows."""
         num_groups = len(self.config.groups)
         if num_groups == 1 or self.settings.group_windows is not None:
