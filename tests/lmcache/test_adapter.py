@@ -162,7 +162,7 @@ def test_hanging_disk_ends_tasks_and_leaves_memory_alone(harness, monkeypatch, m
         assert not l2.store(memory).is_successful()
         for array in memory.values():
             array[:] = 7  # LMCache uses its memory again, while the tier still writes
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 15, "waits for the gate"
     assert not l2.adapter.report_status()["is_healthy"]
     gate.set()
     time.sleep(0.3)
