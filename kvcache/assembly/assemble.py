@@ -122,12 +122,17 @@ def parse_kind(
     options = {name: value for name, value in config.items() if name not in engine_keys}
     if options.get("kind") is None:
         raise ValueError(f"{options_type.where} needs 'kind', got {without_secrets(options)!r}")
-    ours, of_tier = split(options, options_type.declared())
-    if refused := split(of_tier, _OF_MANAGER)[0]:
-        names = ", ".join(sorted(refused.pop("advanced", {}).keys() | refused.keys()))
-        raise ValueError(f"the engine decides what {options_type.where} stores and loads: omit {names}")
-    declared = options_type.parse(ours)
-    return declared, parse_tier({**of_tier, "type": declared.kind})
+    ours, others = split(options, options_type.declared())
+    of_manager, of_tier = split(others, _OF_MANAGER)
+
+    def refuse_manager_options() -> None:
+        if of_manager:
+            names = ", ".join(sorted(of_manager.pop("advanced", {}).keys() | of_manager.keys()))
+            raise ValueError(f"the engine decides what {options_type.where} stores and loads: omit {names}")
+
+    parse_medium = partial(parse_tier, {**of_tier, "type": options["kind"]})
+    _, declared, tier = run_all((refuse_manager_options, partial(options_type.parse, ours), parse_medium))
+    return declared, tier
 
 
 def _class_of(entry: Mapping[str, Any], registry: Registry, kind: str) -> tuple[Any, dict[str, Any]]:
