@@ -11,7 +11,7 @@ class BlockStateError(RuntimeError):
 
 
 class BlockState(IntEnum):
-    """What a manager holds of a key, as its `status` returns it. A pool has the first three states."""
+    """The state of a key in a manager, as `status` returns it. A pool has the first three states."""
 
     ABSENT = 0
     PENDING = 1

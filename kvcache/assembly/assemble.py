@@ -73,7 +73,7 @@ class TierSettings(Component):
     def of_rank(self, rank: str | None) -> TierSettings:
         """Return the settings of a data-parallel rank: ``{rank}`` and ``{dp_rank}`` in ``path`` are its number.
 
-        ValueError: the path has one of them, and `rank` is None, because the engine does not tell it.
+        ValueError: the path has one of them, and `rank` is None, because the engine has not set it.
         """
         path = getattr(self.options, "path", "")
         if not _RANK.search(path):

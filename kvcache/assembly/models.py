@@ -57,7 +57,7 @@ class Model:
 
     @property
     def layer_note(self) -> str:
-        """What is assumed of layers that are not plain attention, or ""."""
+        """The assumptions for layers that are not plain attention, or ""."""
         notes = []
         if self.sliding_layers:
             notes.append(f"{self.sliding_layers} sliding layers, counted in full")

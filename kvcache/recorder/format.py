@@ -5,8 +5,8 @@ frame is JSON about the manager. The others are MessagePack: the number of the f
 request is 0 (none), 1 (not a `ReqContext`) or its number from 2 on; keys are one string of their hashes.
 
 A reader checks every length and type before it uses them. A truncated, damaged or hostile file raises
-`RecordingError`, or is read up to the damage. Equal records compress a thousandfold, so a reader limits what a file
-expands to, by its size, unless its user trusts it.
+`RecordingError`, or is read up to the damage. Equal records compress a thousandfold, so a reader limits the expanded
+size by the file's size, unless its user trusts the file.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def block_ids_of(spec: Any) -> list[int] | None:
 
 
 class _Limits:
-    """What is left of the records and bytes that files of `num_bytes` may expand to."""
+    """The records and bytes that files of `num_bytes` may still expand to."""
 
     def __init__(self, num_bytes: int) -> None:
         self._records = _FREE_RECORDS + _RECORDS_PER_BYTE * num_bytes

@@ -35,7 +35,7 @@ class RecordedTier:
             return method
         call = partial(self._call, name, method)
         if name == "reset":
-            # Its signature tells whether it takes a version.
+            # `reset_tier` reads the signature: not every tier's reset takes a version.
             call.__wrapped__ = method  # type: ignore[attr-defined]
         return call
 

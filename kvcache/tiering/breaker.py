@@ -1,6 +1,6 @@
 """Direction: the loads or the stores of a tier, with a circuit breaker that pauses them after failures.
 
-`Faults` counts what a tier does wrong, and calls it so that nothing of that reaches the scheduler.
+`Faults` calls a tier and counts its faults, so that no exception reaches the scheduler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a tier holds: slots of its own (`SlotCatalog`), or the answers of a medium with an index (`RemoteCatalog`).
+"""The contents of a tier: its own slots (`SlotCatalog`), or the answers of a medium with an index (`RemoteCatalog`).
 
 A `JobTier` asks its catalog which blocks it can load and which it has to write, and never how the catalog knows. One
 thread at a time calls a catalog, under the tier's lock; only the I/O threads begin a query without it.

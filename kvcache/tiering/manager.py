@@ -430,7 +430,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._open_again()
 
     def _end(self, job: TierJob, result: TierResult) -> None:
-        """Release what a job holds; blocks of before a reset neither arrive nor are written again."""
+        """Release the blocks of a job; blocks from before a reset neither arrive nor are written again."""
         if job.is_load:
             self._promotion.end(job, result.done if self._is_open else ())
         else:

@@ -1,4 +1,4 @@
-"""What an arbiter learns: how fast each medium loads blocks, and how fast the engine computes a prompt.
+"""The rates that an arbiter learns: of each medium's loads, and of the engine's computation of a prompt.
 
 Loading `n` blocks takes ``latency + n * seconds per block``, after the jobs in progress have ended. Computing the token
 at position `p` takes ``first + growth * p``, because attention makes later tokens more expensive.

@@ -99,7 +99,7 @@ class OffloadingWorker:
         """Return the jobs that ended since the last call; those of one direction in the order of submission."""
         for handler in self._unique():
             try:
-                # What a generator yields before it raises is kept.
+                # A generator may raise after it has yielded results: `extend` keeps these.
                 self._finished.extend(handler.get_finished())
                 self._failing.discard(id(handler))
             except Exception:

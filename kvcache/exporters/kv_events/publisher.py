@@ -318,7 +318,7 @@ def _run(
     """Send and answer until the publisher is closed or dropped, or its sockets fail; then close the sockets."""
     try:
         while (publisher := reference()) is not None:
-            # Before the look: what is queued before the stop is sent.
+            # Read before the queue: events that were queued before the stop are still sent.
             is_last = stopping.is_set()
             publisher._look()
             if is_last:

@@ -37,8 +37,7 @@ class KVEventSubscriber:
     view : BlockView
         The publisher's blocks, as far as its messages have arrived.
     num_replays, num_gaps, rejected_messages : int
-        Replays that were asked for, those that came too late, and messages that are no batches of maps, which are
-        ignored.
+        Replays requested, replays that came too late, and ignored messages, which are not batches of maps.
 
     Notes
     -----
@@ -128,7 +127,7 @@ class KVEventSubscriber:
 
     def _apply(self, seq: int, batch: EventBatch) -> None:
         if seq > self._next:
-            # What was removed in the batches between is unknown.
+            # The missing batches may have removed any block.
             self.view.clear()
             self.num_gaps += 1
         if seq >= self._next:  # a replay may have had it

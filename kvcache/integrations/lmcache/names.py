@@ -1,8 +1,8 @@
-"""Names: LMCache's keys as keys of a disk tier, and back. What keys have in common stands in one file.
+"""Names: LMCache's keys as keys of a disk tier, and back. One file holds the parts that many keys share.
 
-A key of LMCache may have a model name and a salt of any length, a key of a disk tier at most 88 bytes. So the common
-part is replaced by its digest, and the file says what each digest stands for. A damaged line is another digest, which
-no object has. Objects whose line is lost are still found and loaded; they are only not listed.
+A key of LMCache may have a model name and a salt of any length, a key of a disk tier at most 88 bytes. So the shared
+part is replaced by its digest, and the file maps digests to parts. A damaged line gives a digest that no object has.
+Objects whose line is lost are still found and loaded, but not listed.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ Change = tuple["Objects", list[bytes], list[bytes] | None]
 
 
 class Objects:
-    """The objects of one size: the `store`, and the `keys` that the adapter has taken in.
+    """The objects of one size: the `store`, and the `keys` that the adapter has accepted.
 
-    A value of `keys` says whether LMCache was told. Changes are appended to `changes`.
+    A value of `keys` is True if LMCache knows of the object. Changes are appended to `changes`.
     """
 
     def __init__(self, settings: L2Settings, size: int, num_slots: int, changes: deque[Change]) -> None:

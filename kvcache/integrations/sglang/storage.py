@@ -165,7 +165,7 @@ class KVCacheStorage(HiCacheStorage):
             if is_load:
                 host.set_pages(host_indices, buffers, answers)
             prefix = getattr(extra_info, "prefix_keys", None) or []
-            # In the order of the prompt, so that the tail of a prefix is evicted before its head.
+            # Touched in the order of the prompt, the tail of a prefix is evicted before its head.
             store.touch([_key(key) for key in [*prefix, *keys]])
             return answers
 
@@ -318,7 +318,7 @@ def _replica_of(config: Any) -> tuple[int, int]:
     """Return the data-parallel rank of this process, and the number of ranks that its server starts."""
     parallel = get_parallel()
     try:
-        # The rank in `config` is 0 in every replica without data-parallel attention; None: there are no replicas.
+        # Without data-parallel attention, the rank in `config` is 0 in every replica. None means one replica.
         return (config.dp_rank if parallel.dp_rank is None else parallel.dp_rank), parallel.num_dp_ranks
     except (AttributeError, RuntimeError, ValueError):
         # SGLang publishes its configuration in the processes of schedulers only.
@@ -330,7 +330,7 @@ def _name_of(pool_name: Any) -> str:
 
 
 def _key(key: str) -> bytes:
-    """Return a key of a tier: the 32 bytes of SGLang's hash, or those of another key, which must be told apart."""
+    """Return a key of a tier: the 32 bytes of SGLang's hash, or another key's bytes after a `=`."""
     try:
         name = bytes.fromhex(key)
         if len(name) == 32 and name.hex() == key:

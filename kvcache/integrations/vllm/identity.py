@@ -148,7 +148,7 @@ def _weight_files(model_config: Any, load_config: Any) -> list[Path]:
             )
         except Exception:  # of the hub's client: the name stands for the weights then
             return []
-    # A folder may have the same weights in two formats: vLLM prefers safetensors, unless it is told "pt".
+    # A folder may have the same weights in two formats: vLLM prefers safetensors, unless `load_format` is "pt".
     patterns = _WEIGHT_FILES[1:] if load_config.load_format == "pt" else _WEIGHT_FILES
     return next((files for pattern in patterns if (files := sorted(path.glob(pattern)))), [])
 

@@ -46,8 +46,8 @@ def figure_of(cell: Cell, name: str) -> float | None:
 def recommend(result: Result, targets: dict[str, float]) -> dict[str, Any]:
     """Return the cell to buy and whether it reaches all targets.
 
-    Of the cells that reach them, it is the cheapest; without prices, the one with the least memory, and then the
-    smallest tiers. If no cell reaches them, it is the one whose worst figure exceeds its target by the smallest factor.
+    It is the cheapest cell that reaches them; without prices, the one with the least memory, and then the smallest
+    tiers. If no cell reaches them, it is the one whose worst figure exceeds its target by the smallest factor.
     """
     rated = []
     for cell in result.cells:
