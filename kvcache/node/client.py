@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.background import after_fork
 from kvcache.block import ABSENT, ASK_AGAIN, PENDING, READY
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.keys import as_key_list
@@ -316,6 +317,8 @@ class NodeManager(OffloadingManager):
         self._hints = HintReader()
         self._due_reset: list[str | int | None] = []
         self.refusal = ""
+        # Its messages would mix with those of its parent.
+        after_fork(self, NodeManager._leave)
         self.number: int = connect(self._link)["number"]
 
     @property
@@ -487,9 +490,12 @@ class NodeManager(OffloadingManager):
 
     def shutdown(self) -> None:
         self.on_schedule_end()
-        self._link.close()
-        self.refusal = "shut down"
+        self._leave()
         super().shutdown()
+
+    def _leave(self) -> None:
+        self._link.close()
+        self.refusal = "shut down, or in a forked process"
 
     def _view(self, req_context: ReqContext | None) -> _View:
         if not isinstance(req_context, ReqContext):

@@ -13,6 +13,7 @@ import secrets
 import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,18 @@ _PROCESS = np.dtype([("pid", "<i8"), ("start", "<i8"), ("engine", "<i4"), ("rank
 # One array a field, because the slots of a prompt mostly lie side by side.
 _FIELDS = {"readers": "<u8", "stamp": "<u8", "state": "u1", "writer": "u1", "key_bytes": "u1"}
 _FIELDS["key"] = f"V{MAX_KEY_BYTES}"
+_SLOT_BYTES = sum(np.dtype(kind).itemsize for kind in _FIELDS.values())
 _FIRST_NAME = _HEAD.size + _IDENTITY_BYTES
 _FIRST_PROCESS = _FIRST_NAME + 32 * MAX_ENGINES
 _FIRST_SLOT = _FIRST_PROCESS + _PROCESS.itemsize * MAX_PROCESSES
+
+
+def _slot_fields(buffer: Any, num_slots: int) -> dict[str, Any]:
+    fields, start = {}, _FIRST_SLOT
+    for name, kind in _FIELDS.items():
+        fields[name] = np.frombuffer(buffer, kind, num_slots, start)
+        start += fields[name].nbytes
+    return fields
 
 
 class Ledger:
@@ -58,8 +68,7 @@ class Ledger:
         text = json.dumps(identity, sort_keys=True).encode()
         if len(text) > _IDENTITY_BYTES:
             raise ValueError(f"the identity of a pool must have at most {_IDENTITY_BYTES} bytes, got {len(text)}")
-        of_slot = sum(np.dtype(kind).itemsize for kind in _FIELDS.values())
-        num_bytes = _FIRST_SLOT + of_slot * num_slots
+        num_bytes = _FIRST_SLOT + _SLOT_BYTES * num_slots
         self.is_recovered = path.exists()
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)
@@ -71,11 +80,7 @@ class Ledger:
             os.close(fd)
         self.names = np.frombuffer(self._mapping, "V32", MAX_ENGINES, _FIRST_NAME)
         self.processes = np.frombuffer(self._mapping, _PROCESS, MAX_PROCESSES, _FIRST_PROCESS)
-        start = _FIRST_SLOT
-        for name, kind in _FIELDS.items():
-            array = np.frombuffer(self._mapping, kind, num_slots, start)
-            setattr(self, name, array)
-            start += array.nbytes
+        vars(self).update(_slot_fields(self._mapping, num_slots))
         if not self.is_recovered:
             # The magic comes last: a ledger that was cut short is none.
             self._mapping[_HEAD.size : _HEAD.size + len(text)] = text
@@ -162,7 +167,30 @@ def fault_of(path: Path) -> str:
     magic, length, _, num_text = _head_of(path)
     if magic != _MAGIC:
         return "of another version" if magic.startswith(_MAGIC[:6]) else "not a ledger"
-    return "truncated" if path.stat().st_size != length or num_text > _IDENTITY_BYTES else ""
+    if path.stat().st_size != length or num_text > _IDENTITY_BYTES:
+        return "truncated"
+    # A new owner must not fail on flipped bytes. One in a key only makes a block that no engine asks for.
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ)
+    slots = _slot_fields(mapping, (length - _FIRST_SLOT) // _SLOT_BYTES)
+    rows = np.frombuffer(mapping, _PROCESS, MAX_PROCESSES, _FIRST_PROCESS)
+    is_used = slots["state"] != ABSENT
+    keys = slots["key"][is_used].tolist()
+    is_whole = (
+        _is_mapping(mapping[_HEAD.size : _HEAD.size + num_text])
+        and (slots["state"] <= max(PENDING, READY)).all()
+        and (slots["stamp"] < 1 << 63).all()
+        and np.isin(slots["key_bytes"][is_used], range(1, MAX_KEY_BYTES + 1)).all()
+        and len(set(keys)) == len(keys)
+        and np.isin(rows["engine"][rows["pid"] != 0], range(MAX_ENGINES)).all()
+    )
+    return "" if is_whole else "damaged"
+
+
+def _is_mapping(text: bytes) -> bool:
+    with suppress(ValueError):
+        return isinstance(json.loads(text), dict)
+    return False
 
 
 def identity_of(path: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from kvcache.assembly.assemble import OffloadSettings, open_manager
 from kvcache.metrics import EngineStats, OwnerStats, Part
 from kvcache.node import protocol
 from kvcache.node.leases import EngineLeases, NodeLeases
-from kvcache.node.ledger import MAX_ENGINES, Ledger, fault_of, identity_of, living_processes
+from kvcache.node.ledger import MAX_ENGINES, MAX_PROCESSES, Ledger, fault_of, identity_of, living_processes
 from kvcache.node.protocol import Frame, FrameReader, differences, pack, unpack_hello
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.transfer.free_memory import check_memory
@@ -85,6 +85,8 @@ class NodePool:
         self.shared = SharedBlocks(pool_path, num_blocks, block_bytes, is_owner=False)
         self.inode = pool_path.stat().st_ino
         with ExitStack() as stack:
+            if reason:
+                stack.callback(self.unlink)
             stack.callback(self.shared.close)
             self.ledger = Ledger(ledger_path, num_blocks, self.identity)
             self.processes = living_processes(ledger_path)
@@ -100,7 +102,6 @@ class NodePool:
                 labels={"engine": folder.name},
             )
             self.has_tiers = isinstance(self.manager, TieredOffloadingManager)
-            stack.pop_all()
             stack.callback(self.close)
             self.leases = NodeLeases(self.manager, self.ledger, self.shared.array)
             for engine in engines:
@@ -299,7 +300,7 @@ class Owner:
         except OSError:
             return self._drop(connection)
         if len(data) > _MAX_OUTBOX_BYTES:
-            return self._drop(connection)
+            raise ValueError(f"it did not read {len(data)} bytes of answers")
         if data or connection.outbox:
             self._poll.modify(connection.sock, select.EPOLLIN | (select.EPOLLOUT if data else 0))
         connection.outbox = data
@@ -357,10 +358,17 @@ class Owner:
             raise ValueError(f"{MAX_ENGINES} engines use this pool, and no more can")
         members = [source for source in self._by_fd.values() if isinstance(source, Process) and source.engine == number]
         is_known = any((member.pid, member.rank) == (pid, rank) for member in members)
+        # A client that was welcomed before names the pool, and has leases. A second one of the process has none.
+        if hello.get("pool_id") not in (None, ledger.pool_id if is_known else None):
+            raise ValueError("the pool was made anew, so the slots of this engine are gone; restart the engine")
+        leases = self.pool.leases.engines.get(number) if is_known and rank < 0 and "pool_id" not in hello else None
+        if leases is not None and (leases.num_held or leases.writing):
+            raise ValueError(f"engine {hello['engine']!r} has a scheduler in process {pid}, whose leases are in use")
         if not is_known:
             if taken := [member.pid for member in members if member.rank == rank]:
                 raise ValueError(f"engine {hello['engine']!r} still runs as process {taken[0]}")
-            if missing := set(range(hello["num_workers"])).difference(member.rank for member in members):
+            ranks = set(range(min(hello["num_workers"], MAX_PROCESSES)))
+            if missing := ranks.difference(member.rank for member in members):
                 raise ValueError(
                     f"the workers of ranks {sorted(missing)} do not map this pool: one machine, one node_pool"
                 )
@@ -376,7 +384,6 @@ class Owner:
         problems = [] if self.pool is None else differences(self.pool.identity, identity)
         expected = self._options if self.pool is None else self.pool.options
         problems += [] if expected is None else differences(expected, options)
-        pool_id = hello.get("pool_id")
         if problems:
             raise ValueError("; ".join(problems))
         if self.pool is None:
@@ -389,8 +396,6 @@ class Owner:
                     self._watch(os.pidfd_open(pid), Process(pid, engine, rank))
             for engine in set(pool.leases.engines).difference(self._living_engines()):
                 pool.leases.bury(engine)
-        if pool_id not in (None, self.pool.ledger.pool_id):
-            raise ValueError("the pool was made anew, so the slots of this engine are gone; restart the engine")
 
     def _watch(self, pidfd: int, process: Process) -> None:
         self._by_fd[pidfd] = process

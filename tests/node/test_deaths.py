@@ -27,7 +27,7 @@ if worker == 0:
 os.read(ready, 1)
 manager = NodeManager(folder, greeting("other", identity, options, num_workers=1), starts_owner=False, patience_s=10)
 keys, context = prompt(2, 4)
-slots = b"\x04\0\0\0" + manager.prepare_store(keys, context).store_spec.block_ids.astype("<i4").tobytes()
+slots = (4).to_bytes(4, "little") + manager.prepare_store(keys, context).store_spec.block_ids.astype("<i4").tobytes()
 held = prompt(1, 8)
 assert manager.lookup(*held) == 8
 print(worker, flush=True)

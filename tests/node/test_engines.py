@@ -226,7 +226,7 @@ def test_random_clients_match_model(node, seed, monkeypatch):
     assert node.owner.stats["dropped_clients"] == 0
 
 
-def wait_for(condition, timeout_s=10):
+def wait_for(condition, timeout_s=100):
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s

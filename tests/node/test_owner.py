@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +40,7 @@ def folder():
     path.rmdir()
 
 
-def wait_for(condition, timeout_s=15):
+def wait_for(condition, timeout_s=100):
     end_s = time.monotonic() + timeout_s
     while not (result := condition()):
         assert time.monotonic() < end_s
@@ -154,6 +155,7 @@ def _frames(node):
     """Return messages that no engine sends, by what is wrong with them."""
     hello = pack(protocol.HELLO, 0, 0, pack_hello(greeting("bad", node.identity, node.options)))
     key = struct.pack("<I", 1) + b"k" * 36
+    offer = pack(protocol.OFFER, 0, 1, key, 36)
     return {
         "too long": struct.pack("<IBBHI", 1 << 31, 1, 0, 0, 0),
         "too short": struct.pack("<IBBHI", 7, 1, 0, 0, 0),
@@ -167,6 +169,7 @@ def _frames(node):
         "keys of other slots": hello + pack(protocol.STORED, 1, 1, struct.pack("<I", 0) + key, 36),
         "half a slot": hello + pack(protocol.STORED, 1, 1, b"abc"),
         "another's lease": hello + pack(protocol.RELEASE, 0, 1) + pack(protocol.STORED, 0, 1, struct.pack("<Ii", 1, 3)),
+        "a slot twice": hello + offer + pack(protocol.STORED, 1, 1, struct.pack("<3i", 2, 4, 4)),
     }  # fmt: skip
 
 
@@ -190,8 +193,42 @@ def test_broken_client_is_dropped_alone(node):
         client.connect(str(node.folder / "socket"))
     engine.complete_store(output.keys_to_store, context)
     assert engine.lookup(*prompt(1, 4)) == 4
-    engine.owner_figures()
+    assert engine.owner_figures()["num_pending"] == 1
+    assert [*node.leases.engines[1].writing] == [4]
     node.check()
+
+
+def test_client_that_reads_nothing_is_dropped(node, monkeypatch):
+    monkeypatch.setattr(owner_module, "_MAX_OUTBOX_BYTES", 1 << 18)
+    node = node(64)
+    engine = node.engine("a")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(node.folder / "socket"))
+        with suppress(ConnectionError):
+            for _ in range(100):
+                client.sendall(pack(protocol.STATS) * 100)
+    assert engine.owner_figures()["dropped_clients"] == 1
+
+
+def test_second_scheduler_of_process_leaves_leases(node):
+    node = node(64)
+    engine = node.engine("a")
+    turn(engine, *prompt(1, 8))
+    assert engine.lookup(*prompt(1, 8)) == 8
+    with pytest.raises(ValueError, match=rf"engine 'a' has a scheduler in process {os.getpid()}"):
+        node.engine("a")
+    assert engine.owner_figures()["num_referenced"] == 8
+
+
+def test_forked_client_does_not_ask(node):
+    node = node(64)
+    engine = node.engine("a")
+    turn(engine, *prompt(1, 8))
+    child = os.fork()
+    if child == 0:
+        os._exit(engine.lookup(*prompt(1, 8)) or int(engine.owner_figures() is not None))
+    assert os.waitpid(child, 0)[1] == 0
+    assert engine.lookup(*prompt(1, 8)) == 8
 
 
 def test_ledger_is_written_before_answers(node, monkeypatch):
@@ -217,7 +254,9 @@ def test_ledger_is_written_before_answers(node, monkeypatch):
     assert seen == [True, True]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "another version", "pool missing", "none"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "another version", "pool missing", "none", "identity", *("state", "stamp", "key", "engine")]
+)
 def test_new_owner_keeps_whole_pool_only(node, damage):
     node = node(64)
     engine = node.engine("a")
@@ -230,6 +269,13 @@ def test_new_owner_keeps_whole_pool_only(node, damage):
         os.truncate(ledger, ledger.stat().st_size - 1)
     elif damage == "another version":
         ledger.write_bytes(ledger.read_bytes().replace(b"KVNODE02", b"KVNODE01", 1))
+    elif damage == "identity":
+        ledger.write_bytes(ledger.read_bytes().replace(b'{"block', b'{+block', 1))
+    elif damage in ("state", "stamp", "key", "engine"):
+        node.owner.pool.ledger.processes["engine"][0] |= (damage == "engine") << 20
+        node.owner.pool.ledger.state[1] |= (damage == "state") << 6
+        node.owner.pool.ledger.stamp[1] |= np.uint64((damage == "stamp") << 63)
+        node.owner.pool.ledger.key[int(damage == "key")] = node.owner.pool.ledger.key[0]
     elif damage == "pool missing":
         (node.folder / "pool").unlink()
     node.start()
