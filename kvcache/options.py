@@ -195,7 +195,7 @@ class Options:
     """
 
     where: ClassVar[str] = ""
-    """What errors call the mapping that a user wrote: ``"a disk tier"``."""
+    """What errors call the mapping that a user wrote: ``"a disk tier"``; empty: the name of the class."""
 
     def __post_init__(self) -> None:
         place = f" in {self.where}" if self.where else ""
@@ -220,7 +220,7 @@ class Options:
         OptionError names each option that is missing, invalid, unknown or not in its place. `where` is the name of
         `given` in errors, in place of the class's own.
         """
-        where = where or cls.where or "the options"
+        where = where or cls.where or cls.__name__
         inside = _advanced_of(given, where)
         declared = cls.declared()
 

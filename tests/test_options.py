@@ -228,6 +228,11 @@ def test_component_makes_instances_of_parsed_options() -> None:
             Component.parse(component, {"memory": 1, "memroy": 2})
 
 
+def test_options_without_place_name_their_class() -> None:
+    with pytest.raises(ValueError, match="unknown options of Options: path; known ones: none"):
+        Options.parse({"path": "kv"})
+
+
 def test_component_asks_its_class_for_reasons() -> None:
     assert Component.parse(Parsed, {"memory": "1k"}).unavailable_reason() == f"not with {Example(1024)!r}"
     assert Component.parse(Own, {"memory": "1k"}).unavailable_reason() == "not with {'memory': '1k'}"

@@ -130,10 +130,10 @@ class JobTier(Medium, Tier):
 
     @classmethod
     def make(cls, options: Any, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Self:
-        """Open the tier; where it has an `options_type`, the constructor gets the codec that the option names."""
+        """Open the tier. If `options_type` has the option `codec`, the constructor gets the codec that it names."""
         arguments = options.arguments()
-        if cls.options_type is not None:
-            arguments["codec"] = make_codec(arguments.get("codec"), host_blocks)
+        if cls.options_type is not None and "codec" in arguments:
+            arguments["codec"] = make_codec(arguments["codec"], host_blocks)
         constructor: Any = cls
         tier: Self = constructor(host_blocks=host_blocks, fingerprint=fingerprint, **arguments)
         return tier

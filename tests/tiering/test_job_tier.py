@@ -108,6 +108,19 @@ class PluginTier(StoreTier):
         super().__init__(Store(), host_blocks, codec=codec)
 
 
+class TierWithoutCodecs(StoreTier):
+    """A plug-in's tier whose options and constructor know no codec."""
+
+    options_type = Options
+
+    def __init__(self, host_blocks, fingerprint):
+        super().__init__(Store(), host_blocks)
+
+
+def test_from_config_names_no_absent_codec():
+    TierWithoutCodecs.from_config({}, np.zeros((NUM_HOST, 256), np.uint8), {}).shutdown()
+
+
 def test_from_config_gives_the_constructor_its_codec():
     pytest.importorskip("torch")
     pytest.importorskip("xxhash")
