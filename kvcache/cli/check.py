@@ -56,6 +56,7 @@ def check(
     if device:
         lab_module("check_device").check_device(json)
     if manifest is not None:
+        # Each check is imported when it runs, so that `kvcache --help` starts at once.
         from kvcache.cli.manifest import check_manifest
 
         _report(manifest, check_manifest(manifest), strict, json)

@@ -70,6 +70,7 @@ def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | Non
     ]
     findings += check_config(config_part, block_bytes=num_bytes, world_size=workers, is_vllm=True, is_latent=is_latent)
     if vllm.is_engine_spec(config_part) and not engine_keys.has_accelerator():
+        # `check_config` has described copies that cannot start here: the error replaces that.
         findings = [finding for finding in findings if finding.subject != "data plane"]
         findings.append(Finding("error", "data plane", engine_keys.NO_DEVICE))
     if config_part.get(vllm.NODE_POOL):

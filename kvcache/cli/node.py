@@ -33,6 +33,7 @@ def node(
     check_name(extra_config.get("node_pool"))
     settings = read_config(extra_config).settings
     folder = node_folder(extra_config["node_pool"])
+    # An owner that a user started waits for engines without end; one that an engine started ends after the last one.
     owner = Owner(folder, node_options(extra_config, settings), linger_s=None)
     signal.signal(signal.SIGTERM, owner.stop)
     print(f"kvcache: serves {folder}", flush=True)

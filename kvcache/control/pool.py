@@ -114,6 +114,7 @@ class BlockPool:
         if group_windows is not None:
             self._options["group_windows"] = list(group_windows)
         self._admission = ReuseFilter(store_threshold, max_tracker_size) if store_threshold > 1 else None
+        # An observer reads the keys of requests: a cache without them must fail here, not at a look-up.
         request_keys = self._cache.open_request()
         if observer is not None and not (isinstance(request_keys, RequestKeys) or hasattr(request_keys, "keys")):
             raise ValueError(f"an observer needs requests that have `keys`, got {type(request_keys).__name__}")

@@ -135,6 +135,7 @@ class NodeLeases:
         if op == protocol.OPEN:
             engine.leases.setdefault(request, Lease(parse_hint(json.loads(frame.payload))))
         elif op == protocol.STORED:
+            # A request may end before its stores do.
             context = engine.leases[request].context if request in engine.leases else None
             self._end_stores(engine, *unpack_stored(frame.payload, frame.key_bytes), context, bool(frame.flag))
         elif op == protocol.RELEASE:

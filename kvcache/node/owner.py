@@ -72,6 +72,7 @@ class NodePool:
         pool_path, ledger_path = self._paths
         reason = fault_of(ledger_path)
         if not reason and (problems := differences(identity_of(ledger_path), self.identity)):
+            # Living engines map the old memory and would read the blocks of another model from it.
             if living_processes(ledger_path):
                 raise ValueError("; ".join(problems))
             reason = "of another model or size"
@@ -372,6 +373,7 @@ class Owner:
                 raise ValueError(
                     f"the workers of ranks {sorted(missing)} do not map this pool: one machine, one node_pool"
                 )
+            # In the ledger before the answer: the next owner must know each process that may hold leases.
             ledger.add_process(pid, number, rank)
             ledger.names[number] = name
             self._watch(connection.pidfd, Process(pid, number, rank))

@@ -372,6 +372,7 @@ class TierController:
     def stats(self) -> TierControllerStats:
         """Return counters since start and gauges now."""
         tier: Any = self._faults.call("stats", None, self.tier.stats)
+        # A plug-in may raise or return anything; the figures of the controller itself must still be shown.
         if not isinstance(tier, TierStats):
             tier = TierStats(self.medium, 0, 0, last_error=self._faults.last_error, unavailable_reason="stats failed")
         reason = tier.unavailable_reason or self._unavailable_reason()

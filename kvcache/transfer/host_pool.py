@@ -148,6 +148,7 @@ class HostPool:
         self._is_ready = threading.Event()
         self._lock = threading.Lock()
         pins = self.device is not None if pin is None else pin
+        # Memory that a background thread may not lock while an engine captures graphs is locked now, all of it.
         first_bytes = self.num_bytes if pins and not pinning.can_lock_beside_captures(self.device) else self.piece_bytes
         first_bytes = first_bytes if pins else min(first_bytes, _START_BYTES)
         num_threads = min(16, len(os.sched_getaffinity(0))) if num_threads is None else num_threads

@@ -94,6 +94,7 @@ class KVCacheStorage(HiCacheStorage):
             shares = {name: size / sum(sizes.values()) for name, size in sizes.items()}
         elif missing := pages.keys() - shares.keys():
             raise ValueError(f"shares must name the host pools {sorted(pages)}, {sorted(missing)} are missing")
+        # All or none: if one tier fails, the others must not keep their folders and threads.
         with ExitStack() as undo:
             stores = {}
             for name in pages:

@@ -165,6 +165,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
             node.info = (self.num_blocks, self.num_blocks * self.block_bytes)
             node.spec_type = self.copies.spec_type
             return node
+        # Only tiers touch bytes in the scheduler: without them, its process maps no host memory.
         shared, identity = self.copies.open_host_blocks(self._engine_config) if self.settings.tiers else (None, None)
         manager = open_manager(
             self.settings,
