@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -80,6 +81,17 @@ class MooncakeStore:
             f"-port={free_port()}",
             f"-global_segment_size={size}",
         )
+
+    def wait_for_memory(self):
+        """Wait until a node has lent its memory to the master."""
+        end_s = time.monotonic() + 60
+        while b"\nmaster_total_capacity_bytes 0\n" in self._metrics():
+            assert time.monotonic() < end_s, "no node has lent memory within 60 s"
+            time.sleep(0.1)
+
+    def _metrics(self):
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=60) as answer:
+            return answer.read()
 
     def kill_master(self):
         self.process.kill()

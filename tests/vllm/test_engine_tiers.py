@@ -1,7 +1,6 @@
 """Real engines with a tier below host memory: evicted blocks come back with equal tokens, also in the next engine."""
 
 import shutil
-import time
 
 import pytest
 from engine_options import BLOCK_BYTES
@@ -42,8 +41,7 @@ def mooncake(tmp_path):
     store = MooncakeStore(tmp_path)
     try:
         store.start_node("256MB")
-        # Until the node has lent its memory.
-        time.sleep(3)
+        store.wait_for_memory()
         yield {"type": "mooncake", "master": store.master, "deadline_s": 60}
     finally:
         store.close()
