@@ -167,12 +167,12 @@ bench-smoke: $(VENV)/extra-bench.stamp
 # Calls walk their tables in the debug build. So nothing that measures or bounds cost is run on it, nor what replays or simulates
 # traffic to count hits. The sanitized build leaves the same out.
 NOT_DEBUG := tiering/test_latency.py tiering/test_policies_over_tiers.py tiering/test_arbiter.py \
-	core/test_batch_operations.py::test_reorder_is_linear_however_many_calls_a_request_takes \
+	core/test_batch_operations.py::test_reorder_of_many_calls_is_linear \
 	control/test_what_if.py::test_filter_costs_at_most_a_twentieth_of_bookkeeping \
 	control/test_what_if.py::test_all_keys_sampled_means_no_error \
-	policies/test_gittins.py::test_a_store_passes_over_2048_blocked_groups_at_most \
+	policies/test_gittins.py::test_store_skips_bounded_blocked_groups \
 	policies/test_gittins.py::test_replay_of_a_trace_reproduces_the_table policies/test_gittins.py::test_storing_only_what_missed_reproduces_the_table \
-	policies/test_gittins.py::test_interleaved_parts_without_a_touch_lose_few_hits_and_store_no_block_without_its_predecessor \
+	policies/test_gittins.py::test_interleaved_parts_lose_few_hits \
 	policies/test_gittins.py::test_sharing_keeps_the_prompts_of_many_sessions
 test-debug: $(SOURCES) $(VENV)/extra-test.stamp
 	@rm -rf build/debug

@@ -19,7 +19,7 @@ def test_background_runs_until_stopped() -> None:
     assert thread.stop(60)
 
 
-def test_background_step_that_raises_is_logged_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_step_that_raises_is_called_again(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[int] = []
     twice = threading.Event()
 
@@ -58,7 +58,7 @@ def test_background_error_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "the thread kvcache-test ended" in caplog.text
 
 
-def test_background_stop_in_its_own_thread_does_not_wait() -> None:
+def test_stop_in_own_thread_returns() -> None:
     found: list[bool] = []
     made = threading.Event()
 
@@ -73,7 +73,7 @@ def test_background_stop_in_its_own_thread_does_not_wait() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_background_forked_child_has_no_thread_and_stops_at_once() -> None:
+def test_forked_child_has_no_background_thread() -> None:
     thread = Background("test", lambda stopping: stopping.wait(60))
     child = os.fork()
     if not child:

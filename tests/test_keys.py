@@ -16,7 +16,7 @@ from kvcache.keys import KEY_BYTES, block_keys, key_seed
 SEED = key_seed("model", 16)
 
 
-def test_key_is_sha256_of_the_key_before_and_the_ids():
+def test_key_hashes_predecessor_and_ids():
     keys = block_keys([1, 2, 3, 70000], 2, SEED)
     first = hashlib.sha256(SEED + b"\x01\0\0\0\x02\0\0\0").digest()
     assert keys == [first, hashlib.sha256(first + b"\x03\0\0\0\x70\x11\x01\0").digest()]
@@ -32,7 +32,7 @@ def test_only_whole_blocks_have_keys(num_tokens, num_keys):
     ends=st.tuples(st.lists(st.integers(0, 9), max_size=8), st.lists(st.integers(0, 9), max_size=8)),
     block_size=st.integers(1, 5),
 )
-def test_keys_are_equal_exactly_as_far_as_the_prompts_are(prefix, ends, block_size):
+def test_keys_equal_as_far_as_prompts(prefix, ends, block_size):
     prompts = [prefix + end for end in ends]
     keys = [block_keys(prompt, block_size, SEED) for prompt in prompts]
     for i, (one, other) in enumerate(zip(*keys, strict=False)):
@@ -46,7 +46,7 @@ def test_chain_goes_on_from_a_key():
     assert keys[:1] + block_keys(ids[16:], 16, keys[0]) == keys
 
 
-def test_keys_do_not_depend_on_how_the_ids_are_held():
+def test_keys_do_not_depend_on_container():
     ids = [0, 1, 127, 128, 255, 7, 8, 9]
     held = [np.array(ids, dtype) for dtype in ("u1", "<i2", ">i4", "i8", "u8")]
     held += [tuple(ids), np.repeat(np.array(ids), 2)[::2]]

@@ -83,7 +83,7 @@ def test_parse_invalid_number_is_refused_with_its_name(parse: Any, message: str,
     assert ", got " in str(caught.value)
 
 
-def test_parse_value_too_large_is_refused_with_its_name() -> None:
+def test_value_too_large_raises_with_name() -> None:
     with pytest.raises(ValueError, match=r"^num_threads must be at most 1024, got '2k'$"):
         parse_threads("num_threads", "2k")
     with pytest.raises(ValueError, match=r"^blocks must be at most 9007199254740992, got 1000000000000000000000$"):
@@ -94,7 +94,7 @@ def test_parse_value_too_large_is_refused_with_its_name() -> None:
         parse_text("path", "a\0b")
 
 
-def test_flags_texts_policies_and_choices_name_what_they_refuse() -> None:
+def test_parsers_name_what_they_refuse() -> None:
     assert (parse_flag("a", True), parse_text("a", "x"), parse_policy("a", "lru")) == (True, "x", "lru")
     assert (parse_flag_or_count("a", True), parse_flag_or_count("a", "4k")) == (True, 4000)
     assert choice_of("read", "write")("mode", "read") == "read"

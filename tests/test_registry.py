@@ -15,7 +15,7 @@ from kvcache.testing.reference import ReferenceLRU
 BUILT_IN = ["lru", "arc", "mq", "amq", "gittins"]
 
 
-def test_built_in_ones_are_listed_first_exported_and_documented() -> None:
+def test_built_in_names_are_documented() -> None:
     assert POLICIES.names()[: len(BUILT_IN)] == BUILT_IN
     pages = Path(__file__).resolve().parents[1] / "docs" / "api"
     for registry, page in ((POLICIES, "policies.md"), (TIERS, "tiers.md")):
@@ -27,7 +27,7 @@ def test_built_in_ones_are_listed_first_exported_and_documented() -> None:
             assert names <= set(kvcache.__all__) & set(vars(kvcache.policies))
 
 
-def test_a_policy_may_be_picked_by_class_and_by_path() -> None:
+def test_policy_resolves_by_class_or_path() -> None:
     by_class = CPUOffloadingManager(16, 4, ReferenceLRU)
     by_path = CPUOffloadingManager(16, 4, "kvcache.testing.reference:ReferenceLRU")
 
@@ -63,7 +63,7 @@ def test_resolve_class_of_another_kind_raises(registry: Registry) -> None:
             registry.resolve(choice)
 
 
-def test_a_registered_name_resolves_and_cannot_be_taken_twice() -> None:
+def test_registered_name_cannot_be_taken_twice() -> None:
     registry = Registry("policy", "kvcache.no_such_group", {"lru": "kvcache.policies.lru:LRUCachePolicy"})
     registry.register("mine", "kvcache.testing.reference:ReferenceLRU")
     registry.register("mine", "kvcache.testing.reference:ReferenceLRU")

@@ -31,7 +31,7 @@ from kvcache import (
 
 @pytest.mark.parametrize("group_idx", [0, 1, 255, 256, (1 << 32) - 1])
 @pytest.mark.parametrize("block_hash", [b"h", b"\x00", bytes(range(200))])
-def test_a_key_is_the_hash_and_the_group_in_four_big_endian_bytes(block_hash: bytes, group_idx: int) -> None:
+def test_key_is_hash_and_group(block_hash: bytes, group_idx: int) -> None:
     key = make_offload_key(block_hash, group_idx)
 
     assert type(key) is bytes
@@ -54,7 +54,7 @@ def test_what_makes_no_key_is_refused(block_hash: Any, group_idx: Any, bad: str)
                 part(short)
 
 
-def test_a_context_keeps_one_state_of_each_type() -> None:
+def test_context_keeps_one_state_per_type() -> None:
     context = ReqContext("7")
     assert context.get_state(int) is None
     context.set_state(1)
@@ -64,7 +64,7 @@ def test_a_context_keeps_one_state_of_each_type() -> None:
     assert (context.get_state(int), context.get_state(str), context.get_state(float)) == (2, "one", None)
 
 
-def test_a_context_knows_positions_by_key() -> None:
+def test_context_knows_positions_by_key() -> None:
     context = ReqContext()
     assert context.get_offload_key_position(b"k") is None
     context.set_offload_key_position(b"k", 512)
@@ -78,7 +78,7 @@ def test_a_context_knows_positions_by_key() -> None:
 
 
 @pytest.mark.parametrize("copied", [lambda c: pickle.loads(pickle.dumps(c)), copy.copy, copy.deepcopy])
-def test_a_copied_context_is_a_request_that_no_manager_has_met(copied: Any) -> None:
+def test_copied_context_is_a_new_request(copied: Any) -> None:
     manager = CPUOffloadingManager(16, 4, "mq")
     manager.prepare_store([b"k"])
     manager.complete_store([b"k"])
@@ -106,7 +106,7 @@ def test_contexts_are_told_apart_by_identity() -> None:
     assert (first.req_id, first.kv_transfer_params, first.retention) == ("same", None, None)
 
 
-def test_a_context_that_is_dropped_is_forgotten_by_the_manager() -> None:
+def test_manager_forgets_dropped_context() -> None:
     manager = CPUOffloadingManager(16, 4)
     context = ReqContext()
     manager.prepare_store([b"a"], context)
@@ -117,7 +117,7 @@ def test_a_context_that_is_dropped_is_forgotten_by_the_manager() -> None:
     assert gone() is None
 
 
-def test_a_request_is_offloaded_by_block_unless_it_says_otherwise() -> None:
+def test_request_is_offloaded_by_block() -> None:
     assert RequestOffloadingContext().policy is OffloadPolicy.BLOCK_LEVEL
     assert RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL).policy is OffloadPolicy.REQUEST_LEVEL
 
@@ -131,7 +131,7 @@ def test_retention_invalid_priority_or_ttl_is_refused() -> None:
             Retention(1, ttl_s)
 
 
-def test_block_status_of_a_subclass_starts_unready_and_has_16_bytes_in_c() -> None:
+def test_block_status_subclass_starts_unready() -> None:
     class Placed(BlockStatus):
         def __init__(self, block_id: int, node: str) -> None:
             super().__init__(block_id)
@@ -187,7 +187,7 @@ def test_media_are_named_without_an_instance() -> None:
         LoadStoreSpec()  # type: ignore[abstract]
 
 
-def test_a_device_spec_orders_blocks_by_group_and_must_add_up() -> None:
+def test_device_spec_orders_blocks_by_group() -> None:
     spec = GPULoadStoreSpec([5, 6, 9], group_sizes=[2, 1], block_indices=[3, 0])
 
     assert (spec.block_ids.tolist(), list(spec.group_sizes), list(spec.block_indices)) == ([5, 6, 9], [2, 1], [3, 0])

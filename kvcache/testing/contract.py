@@ -76,7 +76,7 @@ class PolicyContract:
         with pytest.raises(ValueError, match="capacity"):
             self.make(capacity)
 
-    def test_get_finds_equal_keys_of_1_to_200_bytes(self) -> None:
+    def test_get_finds_equal_keys_any_length(self) -> None:
         policy = self.make(200)
         blocks = [BlockStatus(block_id) for block_id in range(200)]
         for length, block in enumerate(blocks, 1):
@@ -112,7 +112,7 @@ class PolicyContract:
 
         assert drained(by_form) == drained(by_list)
 
-    def test_touch_and_order_of_absent_keys_take_nothing_in(self) -> None:
+    def test_touch_and_order_ignore_absent_keys(self) -> None:
         policy, _ = self.filled(2)
         policy.touch(_KEYS[5:8])
         policy.order(_KEYS[5:8])
@@ -158,7 +158,7 @@ class PolicyContract:
         assert sorted(drained(policy, protected)) == [_KEYS[1], _KEYS[2], _KEYS[4]]
         assert sorted(drained(policy)) == [_KEYS[0], _KEYS[3], _KEYS[5]]
 
-    def test_a_refused_eviction_and_get_change_nothing(self) -> None:
+    def test_refused_eviction_and_get_change_nothing(self) -> None:
         asked, unasked = (self._with_a_past() for _ in range(2))
         assert asked.evict(6, set()) is None
         assert asked.evict(3, {_KEYS[6], _KEYS[7], _KEYS[2]}) is None
@@ -182,7 +182,7 @@ class PolicyContract:
             block.ref_cnt = 0
         assert self._future(policy) == self._future(self.filled(6)[0])
 
-    def test_a_cache_of_one_block_works(self) -> None:
+    def test_cache_of_one_block_works(self) -> None:
         if not self.stores_all:
             pytest.skip("the policy may keep the block that it has")
         manager = CPUOffloadingManager(16, 1, self.policy)
@@ -194,7 +194,7 @@ class PolicyContract:
             manager.complete_store([key])
             assert [manager.lookup(other) for other in _KEYS] == [other == key for other in _KEYS]
 
-    def test_a_prefix_loses_its_tail_first(self) -> None:
+    def test_prefix_loses_its_tail_first(self) -> None:
         if not self.evicts_tails_first or not self.stores_all:
             pytest.skip("the policy does not promise it")
         manager = CPUOffloadingManager(16, 6, self.policy)

@@ -99,7 +99,7 @@ class TierContract(ABC):
             answer = [bool(is_held) for is_held in bench.tier.exists(_keys(0, 7, 1, 8, 9))]
             _expect("exists of keys 0, 7, 1, 8, 9 if 0 and 1 are held", answer, [True, False, True, False, False])
 
-    def test_stored_blocks_are_found_and_come_back_as_they_were(self, tmp_path: Path) -> None:
+    def test_stored_blocks_are_found_and_loaded(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 16) as bench:
             _expect("blocks found in an empty tier", bench.found(_keys(0, 1)), 0)
             _expect("keys stored", sorted(bench.store(_keys(0, 1, 2)).done), _keys(0, 1, 2))
@@ -141,7 +141,7 @@ class TierContract(ABC):
             time.sleep(0.05)
             _expect("jobs reported again", bench.job_ids(bench.tier.get_finished()), [])
 
-    def test_host_blocks_outside_of_a_job_are_not_touched(self, tmp_path: Path) -> None:
+    def test_host_blocks_outside_job_stay_untouched(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 16) as bench:
             bench.store(_keys(0, 1, 2))
             bench.load(_keys(0, 1))

@@ -24,7 +24,7 @@ def start(**options):
     CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=extra_config)).get_manager()
 
 
-def test_one_line_per_start_has_the_configuration_in_effect(monkeypatch, caplog):
+def test_start_logs_configuration_in_one_line(monkeypatch, caplog):
     monkeypatch.setenv("KVCACHE_LOG", "info")
     start(cache_policy="arc", advanced={"retention_share": "25%"})
     (line,) = [one.getMessage() for one in caplog.records if one.name.startswith("kvcache")]
@@ -59,7 +59,7 @@ def test_debug_writes_to_standard_error_where_nobody_logs(logger, monkeypatch):
     assert logging.getLogger("kvcache.tiering.controller").isEnabledFor(logging.DEBUG)
 
 
-def test_a_word_that_is_no_level_is_warned_of(logger, monkeypatch, caplog):
+def test_unknown_log_level_is_warned_of(logger, monkeypatch, caplog):
     before = logger.level
     monkeypatch.setenv("KVCACHE_LOG", "loud")
     start()

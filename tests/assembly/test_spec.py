@@ -37,13 +37,13 @@ def test_sizes_follow_from_the_config():
     assert spec.extra_config == {"num_cpu_blocks": 8, "block_size": 192}
 
 
-def test_groups_may_have_different_block_sizes_without_a_factor():
+def test_groups_may_differ_in_block_size():
     spec = CPUOffloadingSpec(config_of(16, 64))
     assert spec.gpu_block_size == (16, 64)
     assert spec.block_size_factor == 1
 
 
-def test_the_manager_is_what_the_config_says():
+def test_manager_matches_the_config():
     extra = {"cache_policy": "arc", "enable_events": True, "block_size": 32, "offload_prompt_only": False}
     spec = CPUOffloadingSpec(config_of(16, extra=extra))
     manager = spec.get_manager()
@@ -99,7 +99,7 @@ def test_bytes_are_shared_by_all_workers():
         ([16], {"exporters": ["kvcache.keys:OffloadKey"]}, "must (be an Exporter|name a class)"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(sizes, extra, message):
+def test_config_that_does_not_fit_raises(sizes, extra, message):
     with pytest.raises(ValueError, match=message):
         CPUOffloadingSpec(config_of(*sizes, extra=extra))
 
@@ -116,7 +116,7 @@ def test_a_config_that_does_not_fit_is_refused(sizes, extra, message):
         ({"extra_config": None}, "extra_config must be a dict, got None"),
     ],
 )
-def test_a_config_out_of_range_is_refused(arguments, message):
+def test_config_out_of_range_raises(arguments, message):
     with pytest.raises(ValueError, match=message):
         OffloadingConfig(**({"groups": (OffloadingGroup(16),), "hash_block_size": 16} | arguments))
 
@@ -129,12 +129,12 @@ def test_a_config_out_of_range_is_refused(arguments, message):
         ((16, (), ((0, 8),)), r"refs of a group must be .* CanonicalKVCacheRef, got \(\(0, 8\),\)"),
     ],
 )
-def test_a_group_out_of_range_is_refused(arguments, message):
+def test_group_out_of_range_raises(arguments, message):
     with pytest.raises(ValueError, match=message):
         OffloadingGroup(*arguments)
 
 
-def test_a_spec_is_chosen_by_name():
+def test_spec_is_chosen_by_name():
     assert type(make_spec(config_of())) is CPUOffloadingSpec
     by_path = config_of(extra={"spec_name": "kvcache.assembly.spec:CPUOffloadingSpec"})
     assert type(make_spec(by_path)) is CPUOffloadingSpec
@@ -157,7 +157,7 @@ def test_unknown_options_are_told_not_swallowed(caplog):
     assert not caplog.records
 
 
-def test_a_spec_of_others_is_told_of_unknown_options_if_it_says_what_it_reads(caplog):
+def test_foreign_spec_warns_of_unknown_options(caplog):
     class Silent(CPUOffloadingSpec):
         pass
 
@@ -173,7 +173,7 @@ def test_a_spec_of_others_is_told_of_unknown_options_if_it_says_what_it_reads(ca
     ]
 
 
-def test_the_managers_own_options_reach_it():
+def test_managers_own_options_reach_it():
     advanced = {"max_tracker_size": 100, "retention_share": 0.25}
     extra = {"store_threshold": 2, "what_if": 4096, "advanced": advanced}
     manager = CPUOffloadingSpec(config_of(extra=extra)).get_manager()
@@ -195,7 +195,7 @@ def test_what_crosses_a_process_boundary_pickles():
     assert str(pickle.loads(pickle.dumps(BlockStateError("x")))) == "x"
 
 
-def test_a_worker_built_from_the_config_alone_moves_bytes():
+def test_worker_of_config_alone_moves_bytes():
     torch = pytest.importorskip("torch")
     refs = (CanonicalKVCacheRef(0, 32), CanonicalKVCacheRef(1, 24))
     spec = make_spec(pickle.loads(pickle.dumps(config_of(16, refs=refs, extra={"block_size": 32}))))
@@ -218,7 +218,7 @@ def test_a_worker_built_from_the_config_alone_moves_bytes():
     worker.shutdown()
 
 
-def test_a_kv_cache_that_is_not_the_configs_is_refused():
+def test_kv_cache_unlike_config_is_refused():
     torch = pytest.importorskip("torch")
     tensors = [kvcache.CanonicalKVCacheTensor(torch.zeros(6, 32, dtype=torch.int8), 32)]
     spec = CPUOffloadingSpec(config_of(16, refs=(CanonicalKVCacheRef(0, 32),)))

@@ -124,7 +124,7 @@ def test_second_engine_on_the_same_pool_is_refused(manager, tmp_path):
         make_spec(config_of(tmp_path)).get_manager()
 
 
-def test_memory_of_killed_processes_is_given_back_by_the_next(tmp_path):
+def test_next_process_frees_memory_of_killed(tmp_path):
     config = config_of(tmp_path)
     other = Path(f"/dev/shm/kvcache-pool-test-{os.getpid()}-{tmp_path.name}")
     code = (
@@ -148,7 +148,7 @@ def test_memory_of_killed_processes_is_given_back_by_the_next(tmp_path):
     assert not other.exists()
 
 
-def test_worker_of_an_engine_that_is_gone_takes_no_job(tmp_path, caplog):
+def test_worker_of_gone_engine_refuses_jobs(tmp_path, caplog):
     first = make_spec(config_of(tmp_path)).get_manager()
     worker = Worker(config_of(tmp_path))
     first.shutdown()
@@ -215,7 +215,7 @@ def test_bad_options_name_the_value(tmp_path, extra, fault):
         make_spec(config_of(tmp_path, **extra))
 
 
-def test_pool_in_use_has_the_size_that_both_sides_agree_on(tmp_path):
+def test_pool_in_use_has_agreed_size(tmp_path):
     path = Path(config_of(tmp_path).extra_config["advanced"]["pool_path"])
     path.write_bytes(bytes(5))
     path.chmod(0o600)

@@ -166,7 +166,7 @@ BAD_CHAT = [
     [*BAD, *(pytest.param(*row, marks=pytest.mark.slow) for row in BAD_CHAT)],
     ids=[line for line, _ in BAD + BAD_CHAT],
 )
-def test_command_with_a_bad_option_names_it_and_writes_nothing(run, write_trace, line, message, monkeypatch, tmp_path):
+def test_command_with_bad_option_writes_nothing(run, write_trace, line, message, monkeypatch, tmp_path):
     trace = write_trace([[0, 1], [2, 3], [0, 1, 4]])
     monkeypatch.chdir(tmp_path)
     status, _, err = run(*shlex.split(line.replace("TRACE", str(trace))))

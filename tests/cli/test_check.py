@@ -112,7 +112,7 @@ def test_check_warning_fails_with_strict_only(check):
     assert (status, "1 of 2 checks" in text) == (1, True)
 
 
-def test_check_vllm_manager_with_our_tier_and_policy_names_the_data_plane(check, tmp_path):
+def test_vllm_managers_check_names_data_plane(check, tmp_path):
     tier = TIER | {"capacity": "1GiB", "path": str(tmp_path / "kv"), "backpressure": {}}
     given = engines(secondary_tiers=[tier, {"type": "fs"}], **POLICY)
     status, text = check(given, "--block-bytes", "1MiB", "--workers", "2")
@@ -133,11 +133,11 @@ def test_check_vllm_manager_with_our_tier_and_policy_names_the_data_plane(check,
         ("qwen3-8b", "each rank's part; 28 chunks of 1,179,648 bytes and 31.5 MiB on each rank"),
     ],
 )
-def test_check_vllm_data_plane_names_one_copy_or_many(check, model, copies):
+def test_check_names_one_copy_or_many(check, model, copies):
     assert copies in check(engines(**POLICY), "--model", model, "--workers", "2")[1]
 
 
-def test_check_vllm_data_plane_of_our_manager_depends_on_the_platform(check):
+def test_check_data_plane_depends_on_platform(check):
     assert "on CUDA, ROCm and XPU vLLM's worker" in check(ours())[1]
     text = check(ours(data_plane="kvcache"))[1]
     assert "kvcache's worker, each rank's part" in text
@@ -185,7 +185,7 @@ def test_check_vllm_release_is_described(monkeypatch, release, level, message):
     assert message in found[2]
 
 
-def test_check_connector_without_options_is_no_fault_of_its_surroundings(check):
+def test_connector_without_options_is_no_fault(check):
     status, text = check({"model": "m", "kv_transfer_config": CONNECTOR})
     assert status == 1
     assert "spec_name and spec_module_path must be" in text

@@ -41,7 +41,7 @@ def test_replay_counts_hits_and_prints_a_table(run, trace):
     assert "bookkeeping per request" in out
 
 
-def test_size_of_test_data_is_not_taken_for_memory(run, trace):
+def test_test_data_size_is_not_memory(run, trace):
     argv = ("replay", trace, "--blocks", 2)
     _, out, _ = run(*argv)
     assert "(128 KiB)" not in out
@@ -52,7 +52,7 @@ def test_size_of_test_data_is_not_taken_for_memory(run, trace):
     assert "2 blocks of 512 tokens (128 MiB)" in run(*argv, "--model", "llama-3.1-8b", "--no-data")[1]
 
 
-def test_replay_writes_json_to_a_file_or_to_standard_output(run, run_json, trace, tmp_path):
+def test_replay_writes_json_anywhere(run, run_json, trace, tmp_path):
     argv = ("replay", trace, "--no-data", "--block-size", ":256", "--limit", 2)
     assert run(*argv, "--json", tmp_path / "out.json")[0] == 0
     for document in (json.loads((tmp_path / "out.json").read_text()), run_json(*argv)):
@@ -126,7 +126,7 @@ def test_trace_is_read_from_standard_input(trace):
     assert (document["source"]["file"], document["hit_blocks"]) == ("-", 4)
 
 
-def test_progress_goes_to_standard_error_and_only_to_a_terminal(monkeypatch, run, trace):
+def test_progress_goes_to_a_terminal_only(monkeypatch, run, trace):
     argv = ("replay", trace, "--no-data", "--blocks", 2)
     assert run(*argv)[2] == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -156,7 +156,7 @@ def test_shell_completes_policies(monkeypatch, run):
 
 
 @pytest.mark.parametrize(("name", "most"), [("replay", 16), ("plan", 20), ("fleet", 18), ("rerun", 16)])
-def test_lab_command_limits_options_and_has_examples_that_parse(run, name, most):
+def test_lab_command_limits_options_examples_parse(run, name, most):
     command = build_command(name, name)
     assert sum(param.param_type_name == "option" for param in command.params) <= most
     _, out, _ = run(name, "--help")

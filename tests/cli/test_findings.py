@@ -32,7 +32,7 @@ def disk(path="x", **options):
     return {"type": "disk", "path": str(path), "capacity": "1MiB", **options}
 
 
-def test_a_pool_that_fits_has_no_errors():
+def test_pool_that_fits_has_no_errors():
     findings = check_config({"num_cpu_blocks": 8, "cache_policy": "arc"}, block_bytes=1 << 20)
     assert findings[0] == Finding("ok", "pool", "8 blocks of 1 MiB, 8 MiB in all, policy arc")
     assert "error" not in {finding.level for finding in findings}
@@ -49,7 +49,7 @@ def test_check_unreachable_store_is_error(kind):
     assert text_of(findings, "error").startswith(f"{address} cannot be used: ")
 
 
-def test_check_missing_packages_all_are_named_with_their_extra(monkeypatch):
+def test_check_names_missing_packages_with_extra(monkeypatch):
     for module in ("valkey", "prometheus_client"):
         monkeypatch.setitem(sys.modules, module, None)
     for module in ("kvcache.tiers.valkey", "kvcache.exporters.prometheus"):
@@ -66,12 +66,12 @@ def test_check_continues_behind_a_wrong_spec_name():
     assert [finding.subject for finding in findings][:2] == ["options", "pool"]
 
 
-def test_size_in_bytes_is_accepted_where_no_block_size_is_known():
+def test_size_without_block_size_is_accepted():
     findings = check_config({"cpu_bytes_to_use": "64MiB"})
     assert findings[0] == Finding("ok", "pool", "64 MiB, policy lru; a block's size is not given (--model)")
 
 
-def test_room_for_shared_blocks_is_checked_with_tiers_only(tmp_path):
+def test_room_is_checked_with_tiers_only(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     given = tiered(disk(tmp_path / "tier"), num_cpu_blocks=1, pool_folder=str(tmp_path))
     for config, levels in ((given, ["error"]), ({"num_cpu_blocks": 1}, [])):

@@ -93,7 +93,7 @@ def test_path_that_nobody_answers_at_is_named(run, tmp_path, command, make, stat
     assert error in text
 
 
-def test_path_that_is_too_long_for_a_socket_is_named(run, tmp_path, monkeypatch):
+def test_overlong_socket_path_is_named(run, tmp_path, monkeypatch):
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -212,7 +212,7 @@ def test_nothing_that_an_engine_says_steers_the_terminal(run, tmp_path):
         (b"HTTP/1.1 302 Found\r\nLocation: file:///etc/hostname", 1, "does not answer: HTTP Error 302"),
     ],
 )
-def test_server_of_something_else_is_named_and_no_redirect_followed(run, answer, status, fault):
+def test_foreign_server_is_named_without_redirect(run, answer, status, fault):
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
     if b"302" in answer:
@@ -223,7 +223,7 @@ def test_server_of_something_else_is_named_and_no_redirect_followed(run, answer,
     assert f"{url} {fault}" in error
 
 
-def test_parse_metrics_of_too_many_series_raises_before_it_parses(monkeypatch):
+def test_parse_metrics_of_many_series_raises(monkeypatch):
     monkeypatch.setattr("prometheus_client.parser.text_string_to_metric_families", None)
     page = "".join(f'kvcache_free_blocks{{engine="{number}"}} 1\n' for number in range(100_000))
     with pytest.raises(ValueError, match=r"x has \d+ bytes of kvcache's series, more than 1048576"):

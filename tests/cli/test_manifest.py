@@ -85,7 +85,7 @@ def test_check_two_pods_on_one_volume_is_error(tmp_path):
     assert {one.level for one in check_manifest(path)} == {"ok"}
 
 
-def test_check_stateful_set_with_claim_templates_finds_no_fault(tmp_path):
+def test_stateful_set_with_claims_passes_check(tmp_path):
     documents = list(yaml.safe_load_all(EXAMPLE))
     workload = documents[2]
     workload["kind"] = "StatefulSet"

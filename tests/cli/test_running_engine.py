@@ -18,7 +18,7 @@ def engine(tmp_path, monkeypatch):
     manager.shutdown()
 
 
-def test_the_only_engine_is_found(engine, run, run_json):
+def test_only_engine_is_found(engine, run, run_json):
     engine.prepare_store([b"a"])
     engine.complete_store([b"a"])
     found = run_json("status")
@@ -48,7 +48,7 @@ def test_status_socket_of_ended_process_is_removed(run, engine):
     assert not ended.exists()
 
 
-def test_a_running_engine_is_recorded_and_its_file_replays(engine, run, run_json, tmp_path, monkeypatch):
+def test_recording_of_running_engine_replays(engine, run, run_json, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("record", "show") == (0, "nothing is being recorded\n", "")
     code, out, _ = run("record", "start", "run.kvlog", "--max-bytes", "64KiB", "--salt", "s")

@@ -83,7 +83,7 @@ def test_verify_finds_and_drops_bad_blocks(run, run_json, folder):
     assert run("tier", "verify", folder)[0] == 0
 
 
-def test_compact_keeps_the_most_recent_and_gives_space_back(run_json, folder):
+def test_compact_keeps_most_recent_frees_space(run_json, folder):
     before = directory_bytes(folder)
     capacity = capacity_for(4, 4096)
     document = run_json("tier", "compact", folder, "--capacity", capacity)
@@ -96,7 +96,7 @@ def test_compact_keeps_the_most_recent_and_gives_space_back(run_json, folder):
         assert [int(host[row, 0]) for row in range(4)] == held
 
 
-def test_compact_without_a_capacity_frees_what_is_not_used(run, folder):
+def test_compact_without_capacity_frees_unused_space(run, folder):
     before = directory_bytes(folder)
     assert run("tier", "compact", folder)[0] == 0
     assert directory_bytes(folder) == before - 6 * 4096
@@ -104,7 +104,7 @@ def test_compact_without_a_capacity_frees_what_is_not_used(run, folder):
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "compact"])
-def test_target_that_is_no_disk_tier_is_named_in_one_line(run, tmp_path, command):
+def test_target_without_disk_tier_is_named(run, tmp_path, command):
     url = "valkey://user:secret@127.0.0.1:1"
     for target, message in ((tmp_path, "is no disk tier"), (url, "must be the folder of a disk tier, not a URL")):
         status, _, err = run("tier", command, target)
@@ -151,7 +151,7 @@ TRACE = [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("data", ["--data", "--no-data"])
-def test_replay_over_a_disk_tier_finds_what_left_host_memory(run, run_json, write_trace, tmp_path, data):
+def test_replay_over_disk_tier_finds_evicted(run, run_json, write_trace, tmp_path, data):
     argv = ["replay", write_trace(TRACE), "--blocks", 4, "--block-bytes", "4KiB", data]
     assert run_json(*argv)["hit_blocks"] == 1
     argv += ["--tier", f"{tmp_path / 'tier'}:1MiB"]
@@ -173,7 +173,7 @@ def test_another_trace_is_refused_in_the_same_folder(run, write_trace, tmp_path)
     assert run("replay", one, *argv)[0] == 0
 
 
-def test_replay_over_a_configured_tier_finds_what_left_host_memory(run_json, write_trace):
+def test_replay_over_configured_tier_finds_evicted(run_json, write_trace):
     trace = write_trace([i % 8 * 4 + j for j in range(4)] for i in range(24))
     entry = '{"type": "memory", "capacity": "1MiB"}'
     document = run_json("replay", trace, "--blocks", "8", "--block-bytes", "4KiB", "--tier", entry)

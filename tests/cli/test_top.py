@@ -37,7 +37,7 @@ def telemetry(tmp_path, monkeypatch):
     manager.shutdown()
 
 
-def test_a_frame_from_the_socket_shows_media_tiers_and_the_what_if(telemetry, run):
+def test_socket_frame_shows_media_and_estimate(telemetry, run):
     telemetry.exporters.append(StatusServer(telemetry))
     code, out, _ = run("top", "--once", "--interval", "0.1")
     assert code == 0
@@ -50,7 +50,7 @@ def test_a_frame_from_the_socket_shows_media_tiers_and_the_what_if(telemetry, ru
     assert any(line.startswith("arc*") for line in lines)
 
 
-def test_a_page_of_metrics_shows_the_same(telemetry, run):
+def test_page_of_metrics_shows_the_same(telemetry, run):
     exporter = start_server(telemetry, 0)
     code, out, _ = run("top", "--once", "--interval", "0.1", "--url", exporter.address)
     assert code == 0
@@ -79,7 +79,7 @@ def tier_values(number, medium="DISK"):
     }
 
 
-def test_an_engine_with_one_tier_fits_a_terminal_of_80_by_24():
+def test_engine_with_tier_fits_small_terminal():
     values = {("capacity_blocks", ()): 1e6, ("capacity_bytes", ()): 2e12, ("needed_blocks", ()): 9e9}
     values |= {("call_worst_seconds", (("call", name),)): 0.01 for name in ("lookup", "touch", "complete_store")}
     hit_ratios = {name: [1.0] * 5 for name in ("lru", "arc", "mq", "amq", "gittins")}
@@ -104,7 +104,7 @@ def test_tiers_of_one_medium_are_told_apart():
     assert named == ["DISK 0", "DISK 1", "VALKEY"]
 
 
-def test_frames_are_printed_one_after_another_where_there_is_no_terminal(telemetry):
+def test_frames_without_terminal_are_printed(telemetry):
     telemetry.exporters.append(StatusServer(telemetry))
     command = "from kvcache.cli import main; main(['top', '--interval', '0.1'])"
     with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True) as process:
@@ -133,7 +133,7 @@ def test_hit_rates_are_over_their_windows():
     assert len(history.frames) == 1  # the others are over a quarter of an hour old
 
 
-def test_an_engine_that_restarts_begins_anew():
+def test_restarted_engine_begins_anew():
     history = frames((0, 50, 100), (10, 0, 5), (20, 1, 10))
     assert history.ratio("loaded_blocks", "needed_blocks", 900) == pytest.approx(1 / 5)
 
@@ -163,7 +163,7 @@ def test_engine_that_does_not_answer_is_named(arguments, status, error, run, tmp
 
 
 @pytest.mark.parametrize("text", ["<html>", "garbage {{", "up 1\n", "", json.dumps({"a": 1})])
-def test_a_page_of_something_else_is_refused(text):
+def test_foreign_page_is_refused(text):
     with pytest.raises(ValueError, match=r"http://x (is no page of metrics|shows nothing of kvcache)"):
         parse_metrics(text, 0.0, "http://x")
 

@@ -121,7 +121,7 @@ def check(manager: Any, present: set[bytes], may_lose_slots: bool) -> None:
 
 @pytest.mark.parametrize("part", ["policy", "backend", "clock"])
 @pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
-def test_every_method_survives_a_part_that_raises_at_each_of_its_calls(part: str, is_after: bool) -> None:
+def test_every_method_survives_raising_parts(part: str, is_after: bool) -> None:
     num_places = at = 0
     while at <= num_places:
         at += 1
@@ -163,7 +163,7 @@ def stored(manager: Any, keys: list[bytes]) -> list[int]:
     return ids
 
 
-def test_a_plug_in_without_cache_capacity_is_reset() -> None:
+def test_plug_in_without_cache_capacity_resets() -> None:
     manager = CPUOffloadingManager(16, 2, Bare)
     assert stored(manager, [b"a", b"b"]) == [0, 1]
     manager.reset_cache()
@@ -172,7 +172,7 @@ def test_a_plug_in_without_cache_capacity_is_reset() -> None:
     assert manager.policy.capacity_given == 2  # type: ignore[attr-defined]
 
 
-def test_an_insert_that_raises_takes_in_none_of_the_keys() -> None:
+def test_raising_insert_adds_none_of_keys() -> None:
     class Choosy(Bare):
         def insert(self, key: bytes, block: BlockStatus) -> None:
             if key == b"bad":
@@ -190,7 +190,7 @@ def test_an_insert_that_raises_takes_in_none_of_the_keys() -> None:
     assert sorted(stored(manager, [b"c", b"d"])) == [0, 1]
 
 
-def test_a_backend_that_cannot_allocate_leaves_no_block_half_stored() -> None:
+def test_failing_allocation_leaves_no_half_block() -> None:
     class Broken(CPUBackend):
         def allocate_blocks(self, block_hashes: list[bytes]) -> list[BlockStatus]:
             raise Boom
@@ -207,7 +207,7 @@ def test_a_backend_that_cannot_allocate_leaves_no_block_half_stored() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", Bare])
-def test_prepare_store_backend_with_more_free_blocks_than_capacity_keeps_to_capacity(policy: Any) -> None:
+def test_prepare_store_larger_backend_keeps_capacity(policy: Any) -> None:
     backend = CPUBackend(16, 4)
     backend.allocate_blocks([b"x", b"y"])
     manager = BackendOffloadingManager(backend, policy)
@@ -217,7 +217,7 @@ def test_prepare_store_backend_with_more_free_blocks_than_capacity_keeps_to_capa
     assert manager.stats().evicted_blocks == 1
 
 
-def test_an_evict_that_answers_none_changes_no_count() -> None:
+def test_evict_answering_none_changes_no_count() -> None:
     class Stingy(Bare):
         def evict(self, n: int, protected: Any) -> Victims | None:
             return None
@@ -236,7 +236,7 @@ def test_an_evict_that_answers_none_changes_no_count() -> None:
 
 
 @pytest.mark.parametrize("answer", [[], [b"a"], [(b"a",)], 7, [(b"a", 1)], [(b"z", BlockStatus(0))]])
-def test_an_evict_that_answers_nonsense_loses_no_block(answer: Any) -> None:
+def test_evict_answering_nonsense_loses_no_block(answer: Any) -> None:
     class Confused(Bare):
         def evict(self, n: int, protected: Any) -> Any:
             self.blocks.clear()
@@ -249,7 +249,7 @@ def test_an_evict_that_answers_nonsense_loses_no_block(answer: Any) -> None:
     assert (manager.lookup([b"a"]), manager.lookup([b"b"]), manager.stats().num_free) == (1, 0, 0)
 
 
-def test_a_remove_that_raises_keeps_the_block_and_its_slot_together() -> None:
+def test_raising_remove_keeps_block_and_slot() -> None:
     class Clinging(Bare):
         def remove(self, key: bytes) -> None:
             if key == b"a":
@@ -264,7 +264,7 @@ def test_a_remove_that_raises_keeps_the_block_and_its_slot_together() -> None:
     assert stored(manager, [b"c"]) == [1]
 
 
-def test_a_seed_style_manager_needs_three_methods() -> None:
+def test_seed_style_manager_needs_three_methods() -> None:
     methods = {name: lambda self, keys, req_context=None: None for name in ("lookup", "prepare_load", "prepare_store")}
     small: Any = type("Small", (OffloadingManager,), methods)
     manager = small()

@@ -48,7 +48,7 @@ def everything(manager: Any) -> tuple[Any, ...]:
     return manager.stats(), {key: (b.ref_cnt, b.block_id) for key, b in blocks.items() if b is not None}
 
 
-def test_lookup_of_one_key_is_true_once_it_is_ready_and_of_several_the_ready_run(make: Make) -> None:
+def test_lookup_returns_ready_run(make: Make) -> None:
     manager = make(4)
     store(manager, A, B)
     manager.prepare_store([C])
@@ -85,7 +85,7 @@ def test_every_load_takes_a_reference_of_its_own(make: Make) -> None:
         ("complete_load", [A, C], BlockStateError, "fewer references than are given back: b'C'"),
     ],
 )
-def test_load_with_a_key_in_the_wrong_state_raises_and_changes_no_reference(
+def test_load_in_wrong_state_changes_nothing(
     make: Make, method: str, keys: list[bytes], error: type[Exception], message: str
 ) -> None:
     manager = make(4)
@@ -136,7 +136,7 @@ def test_outputs_keep_their_older_names(make: Make) -> None:
     assert manager._policy is manager.policy
 
 
-def test_one_event_per_batch_and_none_for_an_empty_one(make: Make) -> None:
+def test_one_event_per_batch_unless_empty(make: Make) -> None:
     manager = make(2, enable_events=True)
     store(manager, A, B)
     store(manager, A)

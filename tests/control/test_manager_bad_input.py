@@ -71,9 +71,7 @@ def test_call_with_invalid_keys_raises_before_anything_changes(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_call_with_an_invalid_request_raises_before_anything_changes(
-    manager: CPUOffloadingManager, method: str
-) -> None:
+def test_invalid_request_raises_before_any_change(manager: CPUOffloadingManager, method: str) -> None:
     before = seen(manager)
     with pytest.raises(ValueError, match="req_context must be a ReqContext or None, got 'request 7'"):
         getattr(manager, method)([B], "request 7")
@@ -111,7 +109,7 @@ FAULTS: dict[str, Callable[[ReferenceLRU, int], Victims]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_plug_in_that_evicts_wrongly_is_named_and_loses_nobody_s_block(fault: str) -> None:
+def test_wrong_eviction_is_named_loses_nothing(fault: str) -> None:
     class Faulty(ReferenceLRU):
         def evict(self, n: int, protected: Container[bytes]) -> Victims:
             return FAULTS[fault](self, n)
@@ -128,17 +126,17 @@ def test_a_plug_in_that_evicts_wrongly_is_named_and_loses_nobody_s_block(fault: 
     assert seen(manager) == before
 
 
-def test_a_finished_request_needs_its_context(manager: CPUOffloadingManager) -> None:
+def test_finished_request_needs_its_context(manager: CPUOffloadingManager) -> None:
     with pytest.raises(ValueError, match="req_context must be a ReqContext, got None"):
         manager.on_request_finished(None)
 
 
-def test_more_blocks_than_rows_can_be_numbered_are_refused() -> None:
+def test_too_many_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"num_blocks must be < 2\*\*30, got 1073741824"):
         CPUOffloadingManager(16, 1 << 30)
 
 
-def test_backend_that_cannot_say_where_its_blocks_lie_gets_them_back() -> None:
+def test_backend_without_ids_gets_blocks_back() -> None:
     class Silent(CPUBackend):
         def get_load_store_spec(self, block_hashes: object, blocks: object) -> CPULoadStoreSpec:
             raise NotImplementedError("nowhere")
@@ -150,7 +148,7 @@ def test_backend_that_cannot_say_where_its_blocks_lie_gets_them_back() -> None:
     assert (backend.get_num_free_blocks(), manager.stats().num_pending) == (4, 0)
 
 
-def test_removing_an_absent_key_of_a_managed_policy_is_a_key_error() -> None:
+def test_removing_absent_managed_key_raises() -> None:
     manager = CPUOffloadingManager(16, 4)
     with pytest.raises(KeyError, match="block is not in the cache: b'absent'"):
         manager.policy.remove(b"absent")

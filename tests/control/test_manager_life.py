@@ -21,7 +21,7 @@ from kvcache import (
 A, B, C, D, E, F = (letter.encode() for letter in "ABCDEF")
 
 
-def test_life_cycle_calls_need_no_request_to_be_known() -> None:
+def test_life_cycle_calls_accept_unknown_requests() -> None:
     manager = CPUOffloadingManager(16, 2)
     assert manager.on_new_request(ReqContext()) == RequestOffloadingContext()
     manager.on_request_finished(ReqContext())
@@ -30,7 +30,7 @@ def test_life_cycle_calls_need_no_request_to_be_known() -> None:
 
 
 @pytest.mark.parametrize("name", ["lru", "arc"])
-def test_a_cache_of_2_to_the_20_blocks(name: str) -> None:
+def test_cache_holds_a_million_blocks(name: str) -> None:
     manager = CPUOffloadingManager(16, 1 << 20, name)
     keys = [i.to_bytes(8, "little") for i in range((1 << 20) + 1024)]
     for start in range(0, len(keys), 1024):
@@ -85,7 +85,7 @@ def test_threads_that_interleave_leave_a_sound_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lru", "arc"])
-def test_compiled_policies_and_their_managers_refuse_to_be_pickled(name: str) -> None:
+def test_compiled_policies_and_managers_refuse_pickling(name: str) -> None:
     manager = CPUOffloadingManager(16, 2, name)
 
     for victim in (manager, manager.policy, BackendOffloadingManager(CPUBackend(16, 2), name)):
@@ -94,7 +94,7 @@ def test_compiled_policies_and_their_managers_refuse_to_be_pickled(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["lru", "arc"])
-def test_a_block_of_a_compiled_pool_is_a_read_only_live_view(name: str) -> None:
+def test_compiled_block_is_read_only_view(name: str) -> None:
     manager = CPUOffloadingManager(16, 1, name)
     manager.prepare_store([A])
     block = manager.policy.get(A)
@@ -121,6 +121,6 @@ def test_a_block_of_a_compiled_pool_is_a_read_only_live_view(name: str) -> None:
         _ = block.ref_cnt
 
 
-def test_a_manager_has_few_enough_attributes_to_read_them_fast() -> None:
+def test_manager_has_few_attributes() -> None:
     # From CPython 3.11 on, an instance keeps 30 attributes inline: with 32, a request's calls took a tenth longer.
     assert len(vars(CPUOffloadingManager(16, 8, enable_events=True, store_threshold=2, what_if=True))) <= 30

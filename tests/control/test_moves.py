@@ -103,7 +103,7 @@ def test_first_hint_of_keys_keeps_them() -> None:
     assert output.evicted_keys == [B, C, D]
 
 
-def test_hint_of_a_context_that_used_nothing_since_covers_its_last_request() -> None:
+def test_later_hint_covers_last_request() -> None:
     manager = CPUOffloadingManager(16, 4)
     context = ReqContext()
     store(manager, A, B, context=context)
@@ -114,7 +114,7 @@ def test_hint_of_a_context_that_used_nothing_since_covers_its_last_request() -> 
     assert manager.retained_blocks == 2
 
 
-def test_request_opened_from_within_its_opening_is_one_request() -> None:
+def test_request_opened_while_opening_is_one() -> None:
     opened: list[Any] = []
 
     def clock() -> float:
@@ -152,7 +152,7 @@ def test_blocks_that_a_policy_declines_count_as_needed() -> None:
     assert (manager.declined_blocks, manager.needed_blocks) == (2, 6)
 
 
-def test_slot_given_back_twice_in_a_call_is_freed_once(policy: Any) -> None:
+def test_slot_given_back_twice_frees_once(policy: Any) -> None:
     manager = CPUOffloadingManager(16, 4, policy)
     manager.withhold([1, 2])
     manager.give_back([1, 1])
@@ -162,7 +162,7 @@ def test_slot_given_back_twice_in_a_call_is_freed_once(policy: Any) -> None:
     assert sorted(output.store_spec.block_ids.tolist()) == [0, 1, 3]
 
 
-def test_use_that_a_policy_refused_is_counted_when_it_comes_again() -> None:
+def test_use_refused_by_policy_counts_later() -> None:
     used: list[list[bytes]] = []
 
     class Failing(ReferenceLRU):

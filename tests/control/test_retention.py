@@ -92,7 +92,7 @@ def test_priorities_leave_from_the_lowest_to_the_highest(clock: ReplayClock) -> 
 
 @pytest.mark.parametrize("use", [touch, load, store])
 @pytest.mark.parametrize("priority", [-1, 0, 1])
-def test_a_hint_never_lowers_what_another_asked_for(use: Any, priority: int, manager: CPUOffloadingManager) -> None:
+def test_hint_never_lowers_that_of_others(use: Any, priority: int, manager: CPUOffloadingManager) -> None:
     store(manager, [A], 2)
     store(manager, [B], 1)
     use(manager, [A], priority)
@@ -100,7 +100,7 @@ def test_a_hint_never_lowers_what_another_asked_for(use: Any, priority: int, man
     assert drained(manager) == [B, A]
 
 
-def test_the_time_counts_from_the_end_of_the_request(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
+def test_time_counts_from_end_of_request(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     context = ReqContext(retention=Retention(1, 10))
     manager.complete_store(manager.prepare_store([A], context).keys_to_store, context)
     clock.now_s += 8
@@ -114,7 +114,7 @@ def test_the_time_counts_from_the_end_of_the_request(manager: CPUOffloadingManag
     assert raised(manager) == 0
 
 
-def test_beyond_the_share_those_nearest_their_end_fall_first(manager: CPUOffloadingManager) -> None:
+def test_beyond_share_nearest_expiry_falls_first(manager: CPUOffloadingManager) -> None:
     # Half of eight blocks.
     for key, ttl_s in ((A, 50), (B, 20), (C, 40), (D, 10)):
         store(manager, [key], 1, ttl_s)
@@ -141,7 +141,7 @@ def test_at_most_256_fall_in_one_call(clock: ReplayClock) -> None:
     manager.policy.check()
 
 
-def test_a_clock_that_gives_no_number_is_refused_at_the_first_hint() -> None:
+def test_clock_without_number_fails_first_hint() -> None:
     manager = CPUOffloadingManager(16, 4, "lru", clock=lambda: float("nan"))
     store(manager, [A])
     with pytest.raises(ValueError, match="clock must give finite seconds, got nan"):
@@ -160,7 +160,7 @@ def test_plain_python_policies_ignore_hints(clock: ReplayClock) -> None:
     assert drained(manager) == [A, B, C]
 
 
-def test_the_clock_is_not_asked_before_the_first_hint() -> None:
+def test_clock_is_unread_before_first_hint() -> None:
     def clock() -> float:
         raise AssertionError("nobody asked for the time")
 
@@ -174,9 +174,7 @@ def test_the_clock_is_not_asked_before_the_first_hint() -> None:
 
 
 @pytest.mark.parametrize("operation", ["touch", "prepare_load", "prepare_store"])
-def test_a_clock_that_goes_back_is_an_error_that_names_both_times(
-    operation: str, manager: CPUOffloadingManager, clock: ReplayClock
-) -> None:
+def test_clock_going_back_names_both_times(operation: str, manager: CPUOffloadingManager, clock: ReplayClock) -> None:
     store(manager, [A], 1, 10)
     before = manager.stats()
     clock.now_s = 99.5
@@ -192,7 +190,7 @@ def test_a_clock_that_goes_back_is_an_error_that_names_both_times(
     ("ttl_s", "after_s", "num_raised"),
     [*((ttl_s, 1e-3, 0) for ttl_s in (1e-12, 5e-324, 1e-9)), *((ttl_s, 1e9, 1) for ttl_s in (1e12, 1.7e308, 10**400))],
 )
-def test_the_shortest_ttl_expires_and_the_longest_holds(
+def test_shortest_ttl_expires_longest_holds(
     ttl_s: float, after_s: float, num_raised: int, manager: CPUOffloadingManager, clock: ReplayClock
 ) -> None:
     store(manager, [A], 1, ttl_s)
@@ -218,9 +216,7 @@ def test_invalid_share_or_clock_is_an_error(options: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize("hint", [{"priority": 2, "ttl_s": 300}, {"next_use": "soon"}])
-def test_a_hint_from_the_engine_counts_like_one_from_the_context(
-    hint: dict[str, Any], manager: CPUOffloadingManager
-) -> None:
+def test_engine_hint_counts_like_context_hint(hint: dict[str, Any], manager: CPUOffloadingManager) -> None:
     manager.prepare_store([A], ReqContext(kv_transfer_params={"kvcache": hint}))
 
     assert raised(manager) == 1
@@ -243,7 +239,7 @@ def test_a_hint_from_the_engine_counts_like_one_from_the_context(
         ({"next_use": "tomorrow"}, "'tomorrow'"),
     ],
 )
-def test_invalid_hint_of_client_is_ignored_counted_and_logged_once(
+def test_invalid_client_hint_is_logged_once(
     hint: Any, named: str, manager: CPUOffloadingManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -286,7 +282,7 @@ MANY = 1_000_000
     ],
     ids=lambda hint: type(hint).__name__,
 )
-def test_huge_hint_of_client_is_ignored_without_reading_it(hint: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_huge_client_hint_is_not_read(hint: Any, caplog: pytest.LogCaptureFixture) -> None:
     manager = CPUOffloadingManager(16, 8)
     contexts = [ReqContext(kv_transfer_params={"kvcache": one}) for one in ({"priority": 9}, hint)]
     manager.touch([A], contexts[0])
@@ -303,7 +299,7 @@ def test_huge_hint_of_client_is_ignored_without_reading_it(hint: Any, caplog: py
     assert len(caplog.messages[0]) < 300
 
 
-def test_a_hint_of_the_wrong_type_set_on_a_context_is_an_error(manager: CPUOffloadingManager) -> None:
+def test_context_hint_of_wrong_type_raises(manager: CPUOffloadingManager) -> None:
     context = ReqContext()
     context.retention = {"priority": 2}  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"retention must be a Retention or None, got \{'priority': 2\}"):
@@ -317,7 +313,7 @@ def test_no_hint_from_the_engine_is_no_fault(params: Any, manager: CPUOffloading
     assert manager.stats().ignored_hints == 0
 
 
-def test_a_clock_that_another_thread_read_later_has_not_gone_back() -> None:
+def test_clock_read_by_threads_goes_forward() -> None:
     late: list[float] = []
 
     def clock() -> float:
@@ -338,7 +334,7 @@ def test_a_clock_that_another_thread_read_later_has_not_gone_back() -> None:
         manager.touch([b"a"])
 
 
-def test_an_end_leaves_first_and_what_comes_soon_last(manager: CPUOffloadingManager) -> None:
+def test_end_leaves_first_soon_last(manager: CPUOffloadingManager) -> None:
     for key, next_use in ((A, "soon"), (B, None), (C, "later"), (D, "end")):
         serve(manager, [key], next_use)
     assert drained(manager) == [D, B, C, A]
@@ -355,7 +351,7 @@ def test_soon_holds_for_a_minute(manager: CPUOffloadingManager, clock: ReplayClo
     assert drained(manager)[0] == A
 
 
-def test_a_priority_of_its_own_comes_before_the_next_use() -> None:
+def test_explicit_priority_precedes_next_use() -> None:
     assert Retention(2, next_use="end").priority_class == 2
     assert Retention(-1, next_use="soon").priority_class == -1
     assert Retention(0, 30, "soon").ttl_ns == 30 * 10**9
@@ -363,7 +359,7 @@ def test_a_priority_of_its_own_comes_before_the_next_use() -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "Soon", 1, True, ("soon",), b"end", object()])
-def test_a_bad_value_is_named_before_anything_changes(manager: CPUOffloadingManager, bad: Any) -> None:
+def test_bad_value_raises_before_any_change(manager: CPUOffloadingManager, bad: Any) -> None:
     context = serve(manager, [A], "soon")
     text = r"next_use must be one of 'end', 'soon', 'later', got "
     with pytest.raises(ValueError, match=text):
@@ -380,7 +376,7 @@ def test_a_bad_value_is_named_before_anything_changes(manager: CPUOffloadingMana
     assert manager.stats().retained_blocks == 1
 
 
-def test_policies_in_python_receive_later_hints_in_prompt_order_or_ignore_them() -> None:
+def test_python_policies_get_hints_in_order() -> None:
     heard: list[tuple[list[bytes], str]] = []
 
     class Listening(ReferenceLRU):
@@ -402,7 +398,7 @@ def test_policies_in_python_receive_later_hints_in_prompt_order_or_ignore_them()
     backed.hint(serve(backed, [A]), "end")
 
 
-def test_the_host_pool_over_tiers_takes_hints(clock: ReplayClock) -> None:
+def test_host_pool_over_tiers_takes_hints(clock: ReplayClock) -> None:
     manager = TieredOffloadingManager(16, 4, [], clock=clock)
     context = serve(manager, [A], "soon")
     assert manager.stats().retained_blocks == 1
@@ -412,7 +408,7 @@ def test_the_host_pool_over_tiers_takes_hints(clock: ReplayClock) -> None:
         manager.hint(context, "never")
 
 
-def test_hint_for_a_request_without_keys_is_a_moment_that_a_policy_in_python_sees() -> None:
+def test_python_policy_sees_hint_without_keys() -> None:
     managers = [kind(16, 1, ReferenceGittins, clock=lambda: 3.0) for kind in (ReferenceManager, CPUOffloadingManager)]
     for manager in managers:
         manager.hint(ReqContext("no keys yet"), "end")

@@ -75,7 +75,7 @@ def test_timing_changes_no_answer(policy: str) -> None:
     telemetry.close()
 
 
-def test_ages_at_eviction_are_measured_where_blocks_come_from_tiers_too() -> None:
+def test_eviction_ages_include_blocks_from_tiers() -> None:
     manager = CPUOffloadingManager(16, 4)
     telemetry = Telemetry(manager, time_calls=True)
     for number in range(3):
@@ -85,7 +85,7 @@ def test_ages_at_eviction_are_measured_where_blocks_come_from_tiers_too() -> Non
     telemetry.close()
 
 
-def test_the_worst_call_is_kept_with_its_kind() -> None:
+def test_worst_call_is_kept_with_kind() -> None:
     manager = CPUOffloadingManager(16, 8)
     telemetry = Telemetry(manager, time_calls=True)
 
@@ -121,7 +121,7 @@ def test_policies_show_quantities_that_fit_what_they_hold(policy: str) -> None:
     assert {"lru": 0, "arc": 5, "mq": 9, "amq": 9, "gittins": 2}.get(policy, len(found)) == len(found)
 
 
-def test_a_policy_whose_gauges_fail_costs_no_snapshot() -> None:
+def test_failing_gauges_cost_no_snapshot() -> None:
     class Broken(ReferenceLRU):
         def gauges(self) -> dict[str, float]:
             raise RuntimeError("a fault")
@@ -131,7 +131,7 @@ def test_a_policy_whose_gauges_fail_costs_no_snapshot() -> None:
     assert "policy_quantity" not in names
 
 
-def test_a_worker_without_a_manager_reports_its_sources() -> None:
+def test_worker_without_manager_reports_its_sources() -> None:
     telemetry = Telemetry(None, labels={"rank": "3"}, time_calls=True)
     telemetry.sources.append(lambda: [Part("own", CPUOffloadingManager(1, 2).stats())])
     snapshot = telemetry.snapshot()
@@ -171,7 +171,7 @@ def test_promotions_writes_and_waits_are_measured() -> None:
     manager.shutdown()
 
 
-def test_every_field_of_the_statistics_is_in_the_table() -> None:
+def test_statistics_table_names_every_field() -> None:
     assert [metric.name for metric in MANAGER_METRICS] == [field.name for field in fields(ManagerStats)]
     assert metrics_of(ManagerStats)[0] == Metric(
         "num_blocks", "gauge", "blocks", "Blocks that the pool holds.", exported="capacity_blocks", is_sized=True

@@ -34,7 +34,7 @@ class Noting:
         return noted
 
 
-def test_wrappers_added_and_removed_in_any_order_are_all_called() -> None:
+def test_wrappers_in_any_order_are_called() -> None:
     for order in itertools.permutations(range(3)):
         notes: list[str] = []
         manager = CPUOffloadingManager(16, 4)

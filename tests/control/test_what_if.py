@@ -135,7 +135,7 @@ def test_sample_holds_every_use_of_every_sampled_key() -> None:
     assert (numbers[0] >= 1, numbers[-1] <= 100) == (True, True)
 
 
-def test_log_takes_twelve_bytes_a_use_however_long_the_traffic() -> None:
+def test_log_takes_twelve_bytes_a_use() -> None:
     max_uses = 100_000
     tracemalloc.start()
     try:
@@ -153,7 +153,7 @@ def test_log_takes_twelve_bytes_a_use_however_long_the_traffic() -> None:
     assert sampler.num_halvings == 3
 
 
-def test_full_log_at_the_lowest_rate_forgets_the_oldest_half() -> None:
+def test_full_log_forgets_the_oldest_half() -> None:
     # 100 blocks: the rate may not fall, or the capacity would be lost in the sample.
     manager = CPUOffloadingManager(16, 100, what_if=1024)
     old = [[key(number) for number in range(8)]] * 100
@@ -181,7 +181,7 @@ def test_one_hot_key_fills_no_log_for_good() -> None:
     assert sampler.num_sampled <= 1024
 
 
-def test_hot_keys_in_or_out_of_the_sample_do_not_tilt_the_curve() -> None:
+def test_hot_keys_do_not_tilt_curve() -> None:
     # Ten keys make half of all uses: sampled or not, they are hits.
     hot = [key(number) for number in range(10)]
     requests = [hot + [key(100 * request + at) for at in range(10)] for request in range(1, 2000)]
@@ -192,7 +192,7 @@ def test_hot_keys_in_or_out_of_the_sample_do_not_tilt_the_curve() -> None:
     assert found.hits_at(4000) == pytest.approx(0.5, abs=0.03)
 
 
-def test_requests_count_when_they_finish_and_each_key_once() -> None:
+def test_requests_count_once_they_finish() -> None:
     manager = CPUOffloadingManager(16, 100, what_if=True)
     keys = [key(number) for number in range(5)]
     context = ReqContext()
@@ -244,7 +244,7 @@ def test_policies_in_plain_python_are_sampled_alike() -> None:
     assert [one.policy for one in found] == ["lru", None, "lru"]
 
 
-def test_policy_that_is_not_compiled_or_not_importable_is_estimated_only_if_named(
+def test_uncompiled_policy_is_estimated_if_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(POLICIES._paths, "plain", PLAIN)
@@ -258,7 +258,7 @@ def test_policy_that_is_not_compiled_or_not_importable_is_estimated_only_if_name
     assert named.hit_ratios["plain"] == named.hit_ratios["lru"]
 
 
-def test_passing_requests_runs_a_clock_like_requests_that_use_no_key() -> None:
+def test_passing_requests_advance_the_clock() -> None:
     caches: list[Any] = [POLICIES.resolve("mq")(4).native(4) for _ in range(2)]
     for cache in caches:
         request_keys = cache.open_request()
@@ -336,7 +336,7 @@ def test_bad_questions_are_refused(options: dict[str, Any], message: str) -> Non
         CPUOffloadingManager(16, 100, what_if=True).what_if(**options)
 
 
-def test_manager_without_a_sampler_says_how_to_get_one() -> None:
+def test_manager_without_sampler_explains_itself() -> None:
     with pytest.raises(ValueError, match="make it with what_if=True"):
         CPUOffloadingManager(16, 100).what_if()
 
@@ -389,7 +389,7 @@ def test_filter_costs_at_most_a_twentieth_of_bookkeeping() -> None:
     assert min(spent for _, spent in rounds) <= 0.05 * min(spent for spent, _ in rounds)
 
 
-def test_policies_that_read_the_clock_are_left_out_and_refused_by_name() -> None:
+def test_policies_with_clock_are_refused() -> None:
     manager = CPUOffloadingManager(16, 4, "gittins", what_if=True)
     found = manager.what_if()
     assert "gittins" not in found.hit_ratios
@@ -399,7 +399,7 @@ def test_policies_that_read_the_clock_are_left_out_and_refused_by_name() -> None
         manager.what_if(["lru", "gittins"])
 
 
-def test_who_asks_for_a_policy_lets_the_scheduler_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_estimate_yields_to_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CPUOffloadingManager(16, 100, "lru", what_if=True)
     for number in range(50):
         request = ReqContext()

@@ -89,7 +89,7 @@ class Owners:
 
 @pytest.mark.usefixtures("eager_collector")
 @pytest.mark.parametrize("name", [*NAMES, PLAIN])
-def test_finalizers_that_call_the_manager_never_meet_it_half_done(name: str) -> None:
+def test_finalizers_never_meet_half_done_manager(name: str) -> None:
     draw = random.Random(name)
     manager = CPUOffloadingManager(16, NUM_BLOCKS, name, enable_events=True)
     owners = Owners(manager)
@@ -135,7 +135,7 @@ def test_finalizers_that_call_the_manager_never_meet_it_half_done(name: str) -> 
 
 @pytest.mark.usefixtures("eager_collector")
 @pytest.mark.parametrize("name", [*NAMES, PLAIN])
-def test_a_load_gives_the_slots_of_its_keys_while_finalizers_evict(name: str) -> None:
+def test_load_gives_slots_while_finalizers_evict(name: str) -> None:
     manager = CPUOffloadingManager(16, 8, name)
     number = 0
 
@@ -214,7 +214,7 @@ def test_primitives_of_a_plain_policy_survive_finalizers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_key_object_that_calls_back_changes_nothing(name: str) -> None:
+def test_key_that_calls_back_changes_nothing(name: str) -> None:
     manager = CPUOffloadingManager(16, 4, name)
 
     class Key:
@@ -233,7 +233,7 @@ def test_a_key_object_that_calls_back_changes_nothing(name: str) -> None:
 
 @pytest.mark.usefixtures("eager_collector")
 @pytest.mark.parametrize("policy", ["lru", "arc", "gittins", PLAIN])
-def test_finalizer_between_operations_finds_an_event_for_every_change(policy: str) -> None:
+def test_finalizer_between_operations_finds_all_events(policy: str) -> None:
     manager = CPUOffloadingManager(16, 4, policy, enable_events=True)
     keys = [b"%d" % number for number in range(12)]
     held: set[bytes] = set()

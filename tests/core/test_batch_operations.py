@@ -44,7 +44,7 @@ def store(cache: Any, names: list[bytes], request_keys: Any = None) -> Any:
     return output
 
 
-def test_status_and_locate_return_states_and_ids_without_a_reference(make: Any) -> None:
+def test_status_and_locate_take_no_reference(make: Any) -> None:
     cache = make(8)
     ids = store(cache, keys(0, 1)).store_spec.block_ids.tolist()
     cache.reserve(keys(2), None, None)
@@ -75,7 +75,7 @@ def test_status_refuses_what_is_no_key(make: Any) -> None:
             cache.status([key(0), bad])
 
 
-def test_match_prefix_returns_the_end_of_the_run_from_its_start(make: Any) -> None:
+def test_match_prefix_returns_end_of_run(make: Any) -> None:
     cache = make(64)
     store(cache, keys(*range(3), *range(5, 30)))
     cache.reserve(keys(30), None, None)
@@ -146,7 +146,7 @@ def test_every_slot_is_used_once_whatever_was_withheld(make: Any) -> None:
 
 
 @pytest.mark.parametrize("num_keys", [0, 1, 3, 1000])
-def test_request_keys_of_any_number_are_counted_and_forgotten_at_a_reset(make: Any, num_keys: int) -> None:
+def test_request_keys_are_forgotten_at_reset(make: Any, num_keys: int) -> None:
     cache = make(64)
     request_keys = cache.open_request(num_keys=num_keys)
     for first in range(0, 40, 10):
@@ -167,7 +167,7 @@ def drain(cache: Any, num_blocks: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("commits", ["before", "after"])
-def test_a_running_request_leaves_tail_first(make: Any, commits: str) -> None:
+def test_running_request_leaves_tail_first(make: Any, commits: str) -> None:
     cache = make(40)
     request_keys = cache.open_request()
     for start in range(0, 40, 4):
@@ -206,7 +206,7 @@ def test_positions_order_a_running_request(make: Any, order: str, size: int) -> 
 
 
 @pytest.mark.parametrize("form", ["the same keys", "equal keys", "another order", "some"])
-def test_requests_in_parts_leave_in_the_same_order_compiled_or_not(form: str) -> None:
+def test_requests_in_parts_leave_in_order(form: str) -> None:
     """Parts of three requests turn about, are made ready out of order, loaded, and ordered by positions at the end."""
     rng = random.Random(form)
     policy = POLICIES.resolve("lru")
@@ -254,7 +254,7 @@ def test_requests_in_parts_leave_in_the_same_order_compiled_or_not(form: str) ->
     assert drain(caches[0], 60) == drain(caches[1], 60)
 
 
-def test_positions_that_begin_amid_the_prompt_or_come_later_order_it_too(make: Any) -> None:
+def test_later_positions_order_the_prompt(make: Any) -> None:
     cache = make(4)
     request_keys = cache.open_request()
     positions = {key(i): 16 * (i + 1) for i in range(2, 5)}
@@ -270,7 +270,7 @@ def test_positions_that_begin_amid_the_prompt_or_come_later_order_it_too(make: A
 
 
 @pytest.mark.parametrize("used", [(0, 1, 2), (1, 2), (0, 2), (0, 2, 1)], ids=str)
-def test_end_request_uses_the_whole_prompt_whatever_was_used_before(make: Any, used: tuple[int, ...]) -> None:
+def test_end_request_uses_the_whole_prompt(make: Any, used: tuple[int, ...]) -> None:
     cache = make(4)
     store(cache, keys(0, 1, 2))
     request_keys = cache.open_request()
@@ -283,7 +283,7 @@ def test_end_request_uses_the_whole_prompt_whatever_was_used_before(make: Any, u
     assert drain(cache, 4) == keys(9, 2, 1, 0)
 
 
-def test_end_request_uses_keys_that_only_have_a_position(make: Any) -> None:
+def test_end_request_uses_keys_with_positions(make: Any) -> None:
     cache = make(6)
     store(cache, keys(0, 1, 2))
     store(cache, keys(3, 4, 5))
@@ -296,7 +296,7 @@ def test_end_request_uses_keys_that_only_have_a_position(make: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reorder_is_linear_however_many_calls_a_request_takes(name: str) -> None:
+def test_reorder_of_many_calls_is_linear(name: str) -> None:
     def seconds(num_keys: int) -> float:
         cache = POLICIES.resolve(name)(num_keys).native(num_keys)
         names = [key(i) for i in range(num_keys)]
@@ -315,7 +315,7 @@ def test_reorder_is_linear_however_many_calls_a_request_takes(name: str) -> None
 class TestOnePolicyOneOwner:
     """A policy belongs to callers that bring their own blocks, or to a manager's pool, and never to both."""
 
-    def test_a_policy_in_use_is_refused_to_a_pool(self, name: str) -> None:
+    def test_policy_in_use_is_refused(self, name: str) -> None:
         policy = POLICIES.resolve(name)(2)
         policy.insert(b"x", BlockStatus(0))
         with pytest.raises(BlockStateError, match="in use already"):
@@ -334,7 +334,7 @@ class TestOnePolicyOneOwner:
         lambda policy: policy.evict(1, set()),
         lambda policy: policy.clear(),
     ])  # fmt: skip
-    def test_a_pools_policy_can_only_be_looked_at(self, name: str, call: Any) -> None:
+    def test_policy_of_pool_is_read_only(self, name: str, call: Any) -> None:
         policy = POLICIES.resolve(name)(2)
         cache = policy.native(2)
         store(cache, [b"x"])
@@ -343,7 +343,7 @@ class TestOnePolicyOneOwner:
         assert (policy.get(b"x").ref_cnt, policy.get(b"x").block_id) == (0, 0)
         cache.check()
 
-    def test_a_cache_outlives_what_it_was_made_from(self, name: str) -> None:
+    def test_cache_outlives_its_sources(self, name: str) -> None:
         cache = POLICIES.resolve(name)(2).native(2)
         store(cache, [b"x"])
         policy = cache.current_policy()
@@ -351,7 +351,7 @@ class TestOnePolicyOneOwner:
         assert policy.get(b"x").block_id == 0
 
 
-def test_a_policy_without_a_table_cannot_be_made() -> None:
+def test_policy_without_table_cannot_be_made() -> None:
     with pytest.raises(TypeError, match="no table"):
         PolicyAdapter(2)
 

@@ -38,7 +38,7 @@ def test_reset_drops_waiting_events_and_skips_a_number() -> None:
     assert [(event.keys, event.number) for event in manager.take_events()] == [([b"b"], 3)]
 
 
-def test_events_that_were_taken_and_not_read_let_their_keys_go() -> None:
+def test_unread_events_release_their_keys() -> None:
     log = EventLog(16)
     key = bytes(bytearray(b"a key of its own"))  # a constant may be immortal
     before = sys.getrefcount(key)
@@ -74,7 +74,7 @@ def test_take_of_another_reader_returns_nothing() -> None:
     assert [event.keys for event in log.take(None, reader)] == [[b"a"]]
 
 
-def test_an_event_keeps_its_keys_whatever_becomes_of_the_callers_list() -> None:
+def test_event_keeps_keys_of_changed_list() -> None:
     manager = CPUOffloadingManager(16, 2, "lru", enable_events=True)
     keys = [b"a", b"b"]
     output = manager.prepare_store(keys)
@@ -118,12 +118,12 @@ assert [(event.number, event.keys) for event in log.take()] == [(3, [b"c"])]
 
 
 @pytest.mark.slow
-def test_event_without_memory_leaves_a_gap_in_the_numbers() -> None:
+def test_event_without_memory_leaves_a_gap() -> None:
     ended = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_a_dropped_event_whose_keys_run_python_leaves_the_log_whole() -> None:
+def test_dropped_event_running_python_keeps_log() -> None:
     log = EventLog(16, max_keys=2)
     seen: list[int] = []
 
@@ -141,7 +141,7 @@ def test_a_dropped_event_whose_keys_run_python_leaves_the_log_whole() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "gittins", PLAIN])
-def test_threads_that_change_a_cache_leave_events_in_order(policy: str) -> None:
+def test_events_of_threads_are_in_order(policy: str) -> None:
     manager = CPUOffloadingManager(16, 2, policy, enable_events=True)
 
     def work(name: bytes) -> None:

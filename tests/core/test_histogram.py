@@ -15,7 +15,7 @@ from kvcache.core.histogram import BlockAges, Histogram
 
 
 @given(st.lists(st.integers(0, 1 << 62), max_size=50), st.sampled_from((10, 31, 32, 36, 63)))
-def test_an_observation_is_in_the_first_bucket_whose_bound_holds_it(values: list[int], highest: int) -> None:
+def test_observation_falls_into_its_bucket(values: list[int], highest: int) -> None:
     histogram = Histogram(1.0, 2, highest)
     for value in values:
         histogram.observe_ticks(value)
@@ -28,7 +28,7 @@ def test_an_observation_is_in_the_first_bucket_whose_bound_holds_it(values: list
     assert histogram.max == float(max(values, default=0))
 
 
-def test_observations_are_in_the_unit_and_nonsense_counts_as_nothing() -> None:
+def test_observations_convert_units_ignore_nonsense() -> None:
     histogram = Histogram(1e-9, 9, 30)
     for value in (1e-6, 0.25, -1.0):
         histogram.observe(value)
@@ -58,7 +58,7 @@ def test_ages_are_of_the_evicted_blocks_alone() -> None:
     assert bounds[0] == pytest.approx(0.01)
 
 
-def test_a_block_whose_coming_was_left_out_has_no_age() -> None:
+def test_block_without_arrival_has_no_age() -> None:
     ages = BlockAges(2)
     ages.note(np.array([0]), [b"a"], [])
     # b took a's place, and nobody said so.
@@ -69,7 +69,7 @@ def test_a_block_whose_coming_was_left_out_has_no_age() -> None:
     assert sum(ages.histogram.data()[1]) == 1
 
 
-def test_foreign_ids_are_passed_over_and_bad_arrays_refused() -> None:
+def test_foreign_ids_are_skipped_arrays_checked() -> None:
     ages = BlockAges(2)
     ages.note(np.array([-1, 2, 1 << 40]), [b"a", b"b", b"c"], [b"x", b"y", b"z"])
     assert sum(ages.histogram.data()[1]) == 0

@@ -25,7 +25,7 @@ def test_every_bit_and_the_length_count() -> None:
         assert len(hashes) == 8 * size + 2
 
 
-def test_a_fixed_seed_of_python_does_not_fix_it() -> None:
+def test_python_seed_does_not_fix_hash() -> None:
     code = "from kvcache.core.index import key_hash; print(key_hash(b'block'), hash(b'block'))"
     found = [
         subprocess.run(
@@ -41,7 +41,7 @@ def test_a_fixed_seed_of_python_does_not_fix_it() -> None:
     assert found[0][0] != found[1][0]
 
 
-def test_keys_that_collide_under_pythons_hash_cost_no_more() -> None:
+def test_colliding_python_hashes_cost_no_more() -> None:
     # All of these share the half of Python's hash that once chose the bucket's neighbourhood.
     def crafted(n: int) -> list[bytes]:
         found: list[bytes] = []
@@ -66,7 +66,7 @@ def test_keys_that_collide_under_pythons_hash_cost_no_more() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 4, 64, 1024])
-def test_index_after_thousands_of_stores_and_evictions_finds_resident_keys(num_blocks: int) -> None:
+def test_index_after_evictions_finds_resident_keys(num_blocks: int) -> None:
     rng = random.Random(num_blocks)
     manager = CPUOffloadingManager(16, num_blocks)
     resident: dict[bytes, None] = {}

@@ -73,7 +73,7 @@ def test_store_waits_for_the_compute_stream(bench):
     assert bool((bench.read_host() == 3).all())
 
 
-def test_each_store_waits_for_compute_though_others_are_in_flight(bench):
+def test_each_store_waits_for_compute(bench):
     for value in range(4):
         keep_busy(20)
         bench.layers[0][2 * value : 2 * value + 2].fill_(value)
@@ -84,7 +84,7 @@ def test_each_store_waits_for_compute_though_others_are_in_flight(bench):
     assert [r.success for r in bench.store.get_finished()] == [True] * 4
 
 
-def test_load_does_not_overwrite_blocks_that_are_still_read(bench):
+def test_load_spares_blocks_still_read(bench):
     bench.fill_host(5)
     bench.fill(1)
     with new_stream():
@@ -95,7 +95,7 @@ def test_load_does_not_overwrite_blocks_that_are_still_read(bench):
     assert bool((read.cpu() == 1).all())
 
 
-def test_load_that_was_reported_is_seen_by_any_stream(bench):
+def test_reported_load_is_seen_by_streams(bench):
     for value in range(3):
         bench.fill_host(value)
         bench.load.transfer_async(value, ALL[::-1])
@@ -104,7 +104,7 @@ def test_load_that_was_reported_is_seen_by_any_stream(bench):
             assert bool((bench.layers[0].cpu() == value).all())
 
 
-def test_jobs_in_a_row_keep_their_ids_and_staging(bench):
+def test_successive_jobs_keep_ids_and_staging(bench):
     before = bench.read_layers()
     pairs = [(NUM_BLOCKS - 1 - 2 * i, NUM_BLOCKS - 2 - 2 * i) for i in range(NUM_BLOCKS // 2)]
     for job_id, pair in enumerate(pairs):
@@ -179,7 +179,7 @@ def test_wait_returns_after_all_its_jobs(bench):
     assert [(r.job_id, r.success) for r in bench.store.get_finished()] == [(0, True), (1, True), (2, True)]
 
 
-def test_wait_blocks_the_host_until_the_bytes_are_there(bench):
+def test_wait_returns_once_bytes_arrived(bench):
     bench.fill(3)
     keep_busy(200)
     bench.store.transfer_async(1, ALL)
@@ -212,7 +212,7 @@ def test_shutdown_returns_after_the_last_copy(bench):
     assert [(r.job_id, r.success) for r in bench.store.get_finished()] == [(1, False)]
 
 
-def test_job_that_failed_half_way_ends_after_its_first_half(bench):
+def test_half_failed_job_ends_halfway(bench):
     copy_many, calls = bench.store._stream.copy_many, []
 
     def second_fails(targets, sources):
@@ -272,7 +272,7 @@ def test_transfer_fails_while_its_own_stream_is_captured(bench):
 
 
 @pytest.mark.skipif(LATE is None, reason="needs a simulated capture of another stream")
-def test_job_in_flight_stays_during_the_capture_of_another_stream(bench):
+def test_job_in_flight_survives_capture(bench):
     keep_busy(10_000)
     bench.store.transfer_async(1, ALL)
     with capture(torch.Stream(device=DEVICE)):
@@ -301,7 +301,7 @@ def test_other_current_device_changes_nothing(bench):
     assert bool((bench.layers[0].cpu() == 5).all())
 
 
-def test_copies_are_correct_while_the_pool_is_pinned_in_the_background(bench, monkeypatch):
+def test_copies_are_correct_during_pinning(bench, monkeypatch):
     allowed = threading.Semaphore(1)
     lock = pinning.lock
 
@@ -331,12 +331,12 @@ def test_copies_are_correct_while_the_pool_is_pinned_in_the_background(bench, mo
     bench.pool.pin()
 
 
-def test_refusal_to_pin_does_not_reach_the_next_kernel(bench):
+def test_refused_pin_spares_next_kernel(bench):
     assert pinning.lock(bench.pool.address, bench.pool.num_bytes, DEVICE) != ""
     assert torch.ones(3, device=DEVICE).sum().item() == 3
 
 
-def test_staging_shrinks_or_is_left_out_if_memory_is_short(bench):
+def test_staging_shrinks_if_memory_is_short(bench):
     geometry = KVGeometry(bench.kv_caches, bench.pool, 2)
     huge = 1 << 20 if LATE else torch.cuda.get_device_properties(0).total_memory * 2
     if LATE:
@@ -375,7 +375,7 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("to_host", [True, False], ids=["store", "load"])
-def test_64_scattered_blocks_of_32_layers_cost_at_most_120_calls(bench, to_host):
+def test_scattered_blocks_cost_few_calls(bench, to_host):
     layers = [torch.zeros(256, 64, dtype=torch.int8, device=DEVICE) for _ in range(32)]
     pool = HostPool(256, 64 * 32)
     handler = cpu_gpu_handlers(kv_caches_of(layers, [64] * 32), pool)[0 if to_host else 1]
@@ -389,7 +389,7 @@ def test_64_scattered_blocks_of_32_layers_cost_at_most_120_calls(bench, to_host)
 
 @pytest.mark.skipif(LATE is not None, reason="measures a GPU")
 @pytest.mark.parametrize("to_host", [True, False], ids=["store", "load"])
-def test_2_mib_blocks_move_at_the_rate_of_one_large_copy(to_host):
+def test_large_blocks_move_at_full_rate(to_host):
     num_blocks, num_layers = 512, 32
     page = (2 << 20) // num_layers
     layers = [torch.zeros(2 * num_blocks, page, dtype=torch.int8, device=DEVICE) for _ in range(num_layers)]

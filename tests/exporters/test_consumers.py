@@ -241,7 +241,7 @@ def test_invalid_prompt_publishes_without_tokens(wrong: dict[str, Any]) -> None:
     assert msgspec.msgpack.decode(payload)[1][-1]["token_ids"] == []
 
 
-def test_blocks_of_an_engine_that_hashes_ahead_carry_the_tokens_behind_them() -> None:
+def test_blocks_hashed_ahead_carry_their_tokens() -> None:
     manager = CPUOffloadingManager(BLOCK_SIZE, 600, "lru", True)
     keys = [key_of(0, i) for i in range(3)]
     reader = READERS["vllm-router"](BLOCK_SIZE)

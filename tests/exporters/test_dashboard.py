@@ -88,7 +88,7 @@ def test_promtool_accepts_the_rules(prefix: str, tmp_path: Path) -> None:
     assert "8 rules found" in checked.stdout
 
 
-def test_the_table_names_everything_on_a_page_of_metrics(tmp_path: Path) -> None:
+def test_table_names_every_metric(tmp_path: Path) -> None:
     from prometheus_client import CollectorRegistry, generate_latest
 
     from kvcache import CPUOffloadingManager

@@ -71,7 +71,7 @@ def test_what_is_published_is_what_the_manager_holds(manager, publisher):
 
 
 @pytest.mark.slow
-def test_large_keys_are_sent_in_messages_of_bounded_size(manager, followed):
+def test_large_keys_fill_bounded_messages(manager, followed):
     store(manager, [bytes([number]) * (1 << 20) for number in range(12)])
     assert followed.flush(60)
     # 12 MiB of keys; a message holds little more than 4 MiB.
@@ -107,7 +107,7 @@ def test_tiers_of_a_manager_are_followed(publisher, write_policy):
     read.shutdown()
 
 
-def test_reset_of_a_busy_and_of_an_idle_manager_is_published(manager, followed):
+def test_reset_of_manager_is_published(manager, followed):
     store(manager, KEYS[:5])
     manager.reset_cache()
     assert held(followed) == set()
@@ -161,7 +161,7 @@ def test_follow_after_failed_watch_works(manager, publisher):
 
 
 @pytest.mark.parametrize("ends", ["closed", "dropped"])
-def test_publisher_that_ended_leaves_events_to_their_manager_and_to_another_publisher(manager, ends):
+def test_ended_publisher_leaves_events_to_others(manager, ends):
     publisher = open_publisher()
     publisher.follow(manager)
     store(manager, KEYS[:3])
@@ -208,7 +208,7 @@ def opened(exporters, rank="0", **options):
     return open_manager(settings, block_size=16, num_blocks=60, labels={"engine": "e", "rank": rank}, **options)
 
 
-def test_a_configuration_opens_a_publisher_that_follows_the_manager():
+def test_configuration_opens_following_publisher():
     manager = opened(
         [{"type": "kv_events", "endpoint": ANY_PORT, "replay_endpoint": ANY_PORT, "hash_format": "bytes"}], "3"
     )
@@ -254,7 +254,7 @@ def test_wrong_configurations_of_a_publisher_are_named():
         ([{"type": "prometheus", "port": 65535}], 0, "port must be an int in 0..65535, got 65536"),
     ],
 )
-def test_exporter_that_cannot_be_opened_is_logged_and_the_engine_goes_on(given, num_open, reason, caplog):
+def test_exporter_failing_to_open_is_logged(given, num_open, reason, caplog):
     manager = opened(given, "1")
     assert len(manager.telemetry.exporters) == num_open
     assert reason in caplog.text

@@ -230,9 +230,7 @@ FIRES = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
-def test_an_alert_fires_in_its_incident_and_nowhere_else(
-    series: Series, alert: Any, moment: str, tmp_path: Path
-) -> None:
+def test_alert_fires_in_its_incident_only(series: Series, alert: Any, moment: str, tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("needs promtool, of Debian's package prometheus")
@@ -337,7 +335,7 @@ PANELS = [panel["title"] for panel in dashboard()["panels"] if panel["type"] != 
 
 
 @pytest.mark.parametrize("title", PANELS)
-def test_every_query_of_a_panel_has_an_answer_that_is_a_number(prometheus: Prometheus, title: str) -> None:
+def test_every_panel_query_returns_a_number(prometheus: Prometheus, title: str) -> None:
     for legend, by_instance in prometheus.panel(title).items():
         assert by_instance, f"{legend}: no data"
         assert all(value == value for value in by_instance.values()), f"{legend}: NaN"

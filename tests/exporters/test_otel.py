@@ -56,7 +56,7 @@ def provider(collected: Collected) -> TracerProvider:
     return provider
 
 
-def test_a_write_and_a_promotion_are_spans(provider: TracerProvider, collected: Collected) -> None:
+def test_write_and_promotion_are_spans(provider: TracerProvider, collected: Collected) -> None:
     manager = TieredOffloadingManager(16, 4, [MemoryTier(16, np.zeros((4, 16), dtype=np.uint8))])
     telemetry = Telemetry(manager, labels={"engine": "e"})
     exporter = SpanExporter(telemetry, provider)
@@ -92,7 +92,7 @@ def test_a_write_and_a_promotion_are_spans(provider: TracerProvider, collected: 
     manager.shutdown()
 
 
-def test_a_failed_job_is_a_span_with_its_error(provider: TracerProvider, collected: Collected) -> None:
+def test_failed_job_is_span_with_error(provider: TracerProvider, collected: Collected) -> None:
     exporter = SpanExporter(Telemetry(None), provider)
     exporter.job_log.add(FinishedJob("transfer", "GPU -> CPU", 0, 4096, 100.0, 0.5, "the copy failed"))
     exporter.close()
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_counted_and_reported(provider: TracerProvider) -> 
     exporter.close()
 
 
-def test_a_configured_worker_traces_its_copies_until_it_is_shut_down(
+def test_configured_worker_traces_until_shutdown(
     provider: TracerProvider, collected: Collected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcache.exporters.otel.trace.get_tracer", lambda name, **_: provider.get_tracer(name))

@@ -101,7 +101,7 @@ def test_promtool_finds_nothing_to_complain_about(telemetry: Telemetry) -> None:
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
 
 
-def test_a_collector_is_mounted_in_ones_own_registry_for_each_engine(telemetry: Telemetry) -> None:
+def test_collector_mounts_in_own_registry(telemetry: Telemetry) -> None:
     other = Telemetry(CPUOffloadingManager(16, 4), labels={"engine": "f"})
     texts = []
     for one in (telemetry, other):
@@ -133,7 +133,7 @@ class Copies(OffloadingHandler):
         pass
 
 
-def test_a_workers_transfers_are_reported_by_direction(caplog: pytest.LogCaptureFixture) -> None:
+def test_transfers_are_reported_by_direction(caplog: pytest.LogCaptureFixture) -> None:
     worker = OffloadingWorker()
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, Copies())
     spec = (GPULoadStoreSpec([0], [1], [0]), CPULoadStoreSpec([0]))
@@ -168,7 +168,7 @@ def test_label_that_no_scrape_can_carry_is_named(labels: dict[str, str]) -> None
     assert repr(text)[:80] in str(caught.value)
 
 
-def test_labels_with_quotes_and_lines_arrive_as_they_are() -> None:
+def test_labels_with_quotes_arrive_unchanged() -> None:
     text = 'a"b\\c\n' + "é" * 1000
     telemetry = Telemetry(CPUOffloadingManager(16, 4), labels={"engine": text})
     exporter = start_server(telemetry, 0)
@@ -182,7 +182,7 @@ def test_labels_with_quotes_and_lines_arrive_as_they_are() -> None:
     telemetry.close()
 
 
-def test_a_port_in_use_is_a_clear_error(telemetry: Telemetry) -> None:
+def test_port_in_use_is_clear_error(telemetry: Telemetry) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -193,7 +193,7 @@ def test_a_port_in_use_is_a_clear_error(telemetry: Telemetry) -> None:
 
 
 @pytest.mark.parametrize("port", [-1, 65536, "9464", True, None])
-def test_a_bad_port_is_refused(telemetry: Telemetry, port: object) -> None:
+def test_bad_port_is_refused(telemetry: Telemetry, port: object) -> None:
     with pytest.raises(ValueError, match="port must be an int"):
         PrometheusExporter(telemetry, port)  # type: ignore[arg-type]
 
@@ -203,7 +203,7 @@ def spec_of(exporter: object) -> CPUOffloadingSpec:
     return CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=options))
 
 
-def test_a_spec_opens_it_and_its_manager_closes_it() -> None:
+def test_spec_opens_it_manager_closes_it() -> None:
     manager = spec_of({"type": "prometheus", "port": 0}).get_manager()
     address = manager.telemetry.exporters[0].address
     assert "kvcache_capacity_blocks" in fetch(address)
@@ -284,7 +284,7 @@ def test_page_formats_are_negotiated(telemetry: Telemetry) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_close_in_a_forked_child_does_not_wait_for_a_thread_that_is_not_there(telemetry: Telemetry) -> None:
+def test_close_in_forked_child_returns(telemetry: Telemetry) -> None:
     exporter = start_server(telemetry, 0)
     child = os.fork()
     if child == 0:

@@ -137,7 +137,7 @@ events = st.builds(
 @example([OffloadingEvent([b"%d" % i + bytes(4) for i in range(70_000)], 16, "CPU", False)], 0)
 @example([OffloadingEvent([b"%d" % i + bytes(4) for i in range(5_000)], 16, "CPU", True)], 0)
 @example([OffloadingEvent([os.urandom(32) for _ in range(3000)], 16, "CPU", False)], 0)
-def test_messages_are_byte_for_byte_what_msgspec_makes_of_the_structs(published, rank):
+def test_messages_equal_those_of_msgspec(published, rank):
     plain = BlockView()
     with open_publisher(block_size=8, data_parallel_rank=rank) as publisher:
         for event in published:
@@ -178,7 +178,7 @@ class Rude:
 
 @pytest.mark.parametrize("wrong", ["text", 7, None, bytearray(b"bytes")])
 @pytest.mark.parametrize("queue_events", [1, 1000])
-def test_a_key_that_is_no_bytes_is_named_and_its_event_is_not_queued(wrong, queue_events):
+def test_key_not_bytes_raises_queues_nothing(wrong, queue_events):
     with open_publisher(queue_events=queue_events) as publisher:
         for keys in ([wrong], [b"fine" * 10, wrong], [b"x" * 100_000, b"fine", wrong]):
             with pytest.raises(ValueError, match=r"a key must be bytes, .*got "):
@@ -188,7 +188,7 @@ def test_a_key_that_is_no_bytes_is_named_and_its_event_is_not_queued(wrong, queu
         assert media_of(publisher) == {"CPU": {(b"good", 0)}}
 
 
-def test_publish_taken_event_with_a_key_not_bytes_leaves_that_key_out(publisher):
+def test_taken_event_leaves_out_bad_key(publisher):
     log = EventLog(16)
     log.add([b"first"], "CPU", False)
     log.add([b"second", "text"], "CPU", False)
@@ -214,7 +214,7 @@ def test_taken_events_behind_a_reset_clear_the_view(publisher, steps, held):
     assert media_of(publisher) == ({"CPU": {(letter.encode(), 0) for letter in held}} if held else {})
 
 
-def test_publish_nothing_to_a_full_queue_drops_and_clears_nothing():
+def test_nothing_to_full_queue_clears_nothing():
     with open_publisher(queue_events=1) as publisher:
         with stalled(publisher):
             publisher.publish([stored(1), stored(2)])
@@ -223,7 +223,7 @@ def test_publish_nothing_to_a_full_queue_drops_and_clears_nothing():
         assert media_of(publisher) == {"CPU": {split(event.keys[0]) for event in (stored(1), stored(2))}}
 
 
-def test_an_error_message_that_publishes_breaks_no_event(publisher):
+def test_error_message_that_publishes_breaks_nothing(publisher):
     with pytest.raises(ValueError, match="got rude"):
         publisher.publish([OffloadingEvent([b"half of an event", Rude(publisher)], 16, "CPU", False)])
     assert publisher.flush(30)
@@ -231,7 +231,7 @@ def test_an_error_message_that_publishes_breaks_no_event(publisher):
 
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 64, "16", 1.5])
-def test_a_wrong_block_size_is_named(publisher, wrong):
+def test_wrong_block_size_is_named(publisher, wrong):
     with pytest.raises(ValueError, match="block_size must be"):
         publisher.publish([OffloadingEvent([b"a"], wrong, "CPU", False)])
 
@@ -282,7 +282,7 @@ def test_threads_publish_clear_flush_and_look_at_once():
         assert media_of(publisher) == {"STORAGE": {split(b"the last")}}
 
 
-def test_a_publisher_that_is_dropped_ends_its_thread():
+def test_dropped_publisher_ends_its_thread():
     publisher = open_publisher()
     publisher.publish([OffloadingEvent([b"a"], 16, "CPU", False)])
     endpoint, gone = publisher.endpoint, weakref.ref(publisher)
@@ -295,7 +295,7 @@ def test_a_publisher_that_is_dropped_ends_its_thread():
     KVEventPublisher(endpoint).close()
 
 
-def test_publish_beyond_the_queue_drops_events_and_clears_the_view():
+def test_publish_beyond_queue_clears_the_view():
     with open_publisher(queue_events=1) as publisher, joined(publisher) as subscriber:
         last: set[int] = set()
         for number in range(2000):
@@ -373,14 +373,14 @@ def publish_batches(publisher: KVEventPublisher, num_batches: int) -> None:
 
 
 @pytest.mark.slow
-def test_replay_of_more_batches_than_a_socket_queues_is_whole(publisher):
+def test_replay_beyond_socket_queue_is_whole(publisher):
     publish_batches(publisher, 1000)
     assert numbers_of(publisher, 0) == [*range(1000), -1]
     assert publisher.stats()["rejected_requests"] == 0
 
 
 @pytest.mark.slow
-def test_clients_that_never_read_hold_neither_memory_nor_others(publisher):
+def test_silent_clients_hold_no_memory(publisher):
     publish_batches(publisher, 1000)
     before = resident_bytes()
     with zmq.Context() as context:
@@ -408,7 +408,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("is_request", [True, False])
-def test_request_or_subscription_that_is_too_long_closes_the_connection(publisher, is_request):
+def test_too_long_request_closes_the_connection(publisher, is_request):
     too_long = bytes((1 << 16) + 1)
     with zmq.Context() as context, context.socket(zmq.DEALER if is_request else zmq.SUB) as socket:
         socket.setsockopt(zmq.LINGER, 0)

@@ -108,7 +108,7 @@ def test_socket_is_its_owners_alone(server: StatusServer) -> None:
     assert (found.st_mode & 0o777, found.st_uid) == (0o600, os.geteuid())
 
 
-def test_who_only_looks_for_a_server_is_not_counted(server: StatusServer) -> None:
+def test_probe_of_server_is_not_counted(server: StatusServer) -> None:
     for _ in range(3):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(server.path))
@@ -169,7 +169,7 @@ def test_peer_is_told_by_its_user_id(server: StatusServer, monkeypatch: pytest.M
         ask(server.path, "status")
 
 
-def test_a_served_path_is_refused_and_a_dead_socket_replaced(
+def test_served_path_is_refused_dead_replaced(
     server: StatusServer, manager: CPUOffloadingManager, folder: Path
 ) -> None:
     with pytest.raises(OSError, match="is served by another process"):
@@ -183,7 +183,7 @@ def test_a_served_path_is_refused_and_a_dead_socket_replaced(
     assert not dead.exists()
 
 
-def test_a_socket_of_another_kind_is_left_alone(manager: CPUOffloadingManager, folder: Path) -> None:
+def test_socket_of_another_kind_stays(manager: CPUOffloadingManager, folder: Path) -> None:
     path = folder / "log.sock"
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other,
@@ -197,7 +197,7 @@ def test_a_socket_of_another_kind_is_left_alone(manager: CPUOffloadingManager, f
         assert other.recv(1) == b"x"
 
 
-def test_of_servers_that_begin_at_once_on_a_dead_socket_one_serves(manager: CPUOffloadingManager, folder: Path) -> None:
+def test_simultaneous_servers_leave_one_serving(manager: CPUOffloadingManager, folder: Path) -> None:
     path = folder / "s.sock"
 
     def begin(start: threading.Barrier, engine: str) -> StatusServer | OSError:
@@ -233,9 +233,7 @@ signal.pause()
 """
 
 
-def test_a_forked_child_does_not_keep_the_socket_of_an_engine_that_was_killed(
-    manager: CPUOffloadingManager, folder: Path
-) -> None:
+def test_forked_child_keeps_no_socket(manager: CPUOffloadingManager, folder: Path) -> None:
     path = folder / "s.sock"
     command = [sys.executable, "-W", "ignore", "-c", FORKING_ENGINE, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as engine:
@@ -264,7 +262,7 @@ def test_what_is_no_socket_is_left_alone(manager: CPUOffloadingManager, folder: 
         ask(folder / "absent", "status")
 
 
-def test_an_open_folder_and_a_long_path_are_refused(manager: CPUOffloadingManager, folder: Path) -> None:
+def test_open_folder_and_long_path_raise(manager: CPUOffloadingManager, folder: Path) -> None:
     folder.chmod(0o755)
     with pytest.raises(ValueError, match=r"must be this user's alone \(chmod 700\)"):
         StatusServer(Telemetry(manager), folder / "s.sock")
@@ -272,7 +270,7 @@ def test_an_open_folder_and_a_long_path_are_refused(manager: CPUOffloadingManage
         StatusServer(Telemetry(manager), folder / ("x" * 107))
 
 
-def test_a_peer_that_is_no_engine_gives_a_clear_error(folder: Path) -> None:
+def test_foreign_peer_gives_clear_error(folder: Path) -> None:
     path = folder / "other.sock"
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
@@ -329,7 +327,7 @@ class Counting(Command):
         type(self).closed += 1
 
 
-def test_a_command_is_one_class_and_one_line(
+def test_command_is_one_class_one_line(
     server: StatusServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(COMMANDS, "_paths", {**COMMANDS._paths})

@@ -40,7 +40,7 @@ def cache():
 
 
 @pytest.mark.parametrize("kind", EACH_KIND)
-def test_generate_of_ten_turns_returns_the_tokens_of_the_model_alone(kind):
+def test_ten_turns_return_models_tokens(kind):
     cache = PrefixCache(model_of(kind), num_blocks=64)
     ids = prompt_of(37)
     loaded = 0
@@ -75,7 +75,7 @@ def test_recorded_turns_replay_and_become_a_trace(tmp_path):
 
 @pytest.mark.parametrize("kind", DENSE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loaded_keys_and_values_are_the_computed_ones_bit_for_bit(kind, dtype):
+def test_loaded_keys_and_values_are_exact(kind, dtype):
     model = model_of(kind, dtype=dtype)
     cache = PrefixCache(model, num_blocks=64)
     ids = prompt_of(70)
@@ -95,7 +95,7 @@ def test_loaded_keys_and_values_are_the_computed_ones_bit_for_bit(kind, dtype):
 
 @pytest.mark.parametrize("kind", DENSE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_are_exactly_those_of_the_same_split_without_a_store(kind, dtype):
+def test_tokens_equal_those_of_same_split(kind, dtype):
     # The rule for bfloat16: a load changes nothing beyond what computing the prompt in two parts changes, bit for
     # bit. (Against the prompt in one part, sums are taken in another order; bfloat16 may then flip a near tie.)
     model = model_of(kind, dtype=dtype)
@@ -118,7 +118,7 @@ def test_tokens_are_exactly_those_of_the_same_split_without_a_store(kind, dtype)
         cached(cache, ids[:, :66], new=1)
 
 
-def test_prefix_that_diverges_within_a_block_is_loaded_up_to_that_block(cache):
+def test_diverging_prefix_loads_up_to_block(cache):
     cached(cache, IDS)
     other = IDS.clone()
     other[0, 37] = (other[0, 37] + 1) % SIZES["vocab_size"]
@@ -127,7 +127,7 @@ def test_prefix_that_diverges_within_a_block_is_loaded_up_to_that_block(cache):
     assert cache.load(IDS[:, :40])[1] == 32
 
 
-def test_load_of_a_whole_prompt_leaves_one_token_to_compute(cache):
+def test_whole_prompt_leaves_one_token(cache):
     assert cache.stats().hit_rate == 0.0
     ids = prompt_of(64)
     check_answer(cache, ids)
@@ -182,7 +182,7 @@ def test_stored_bytes_decide_the_tokens():
     ],
     ids=["same", "weights", "dtype", "block size", "config", "architecture", "name"],
 )
-def test_shared_store_serves_only_the_same_model_dtype_and_block_size(cache, of_model, options, expected):
+def test_shared_store_serves_only_same_model(cache, of_model, options, expected):
     cached(cache, IDS)
     other = PrefixCache(model_of(**of_model), num_blocks=64, **options)
     other.manager, other._pool = cache.manager, cache._pool
@@ -218,7 +218,7 @@ def test_active_adapters_are_part_of_the_identity():
 
 
 @pytest.mark.parametrize("kind", EACH_KIND)
-def test_generate_of_a_padded_batch_returns_the_tokens_of_the_model_alone(kind):
+def test_padded_batch_returns_models_tokens(kind):
     cache = PrefixCache(model_of(kind), num_blocks=64)
     ids, mask = padded(70, 53, 64, 20)
     check_answer(cache, ids, mask)
@@ -229,7 +229,7 @@ def test_generate_of_a_padded_batch_returns_the_tokens_of_the_model_alone(kind):
     check_idle(cache)
 
 
-def test_load_of_a_batch_takes_the_columns_that_every_row_has(cache):
+def test_batch_loads_columns_of_every_row(cache):
     ids, mask = padded(70, 60)
     cached(cache, ids[:1], new=1)
     for column, seed, found in ((30, 9, 10 + 16), (10, 10, 10)):
@@ -240,7 +240,7 @@ def test_load_of_a_batch_takes_the_columns_that_every_row_has(cache):
     assert cache.load(ids, mask)[1] == 0
 
 
-def test_padding_behind_the_end_of_a_row_is_not_stored(cache):
+def test_padding_behind_row_is_not_stored(cache):
     ids = torch.cat([prompt_of(20), prompt_of(20, seed=1)])
     first = plain(cache.model, ids, new=40)
     end = int(first[0, 23])
@@ -264,7 +264,7 @@ def test_load_and_store_serve_a_callers_own_loop():
         assert cache.store(ids, past) == (2 if n == 0 else 0)
 
 
-def test_sampling_streaming_and_chunked_prefill_are_those_of_the_model_alone():
+def test_sampling_and_streaming_equal_the_model():
     model, gain = built(), [1.0]
     # A change that only a computation shows.
     model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda module, args, output: output * gain[0])
@@ -377,7 +377,7 @@ def test_hints_of_next_use_reach_the_manager():
 
 
 @pytest.mark.parametrize("method", ["load", "store", "generate", "hint"])
-def test_invalid_next_use_is_refused_and_nothing_is_stored(cache, method):
+def test_invalid_next_use_stores_nothing(cache, method):
     more = [cache.new_past()] if method == "store" else []
     with pytest.raises(ValueError, match=r"next_use must be one of 'end', 'soon', 'later', got 'never'"):
         getattr(cache, method)(IDS, *more, next_use="never")

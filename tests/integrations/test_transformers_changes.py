@@ -325,7 +325,7 @@ def cache(model):
     return PrefixCache(model, num_blocks=64)
 
 
-def test_load_after_hidden_change_finds_nothing_then_the_new_blocks(model, cache):
+def test_hidden_change_hides_old_blocks(model, cache):
     cached(cache, IDS)
     change_unseen(model)
     past, n = cache.load(IDS)
@@ -336,7 +336,7 @@ def test_load_after_hidden_change_finds_nothing_then_the_new_blocks(model, cache
     assert cache.load(IDS)[1] == 48
 
 
-def test_rejected_hits_of_a_padded_batch_are_counted_and_warned_about_once(model, cache, caplog):
+def test_rejected_batch_hits_warn_once(model, cache, caplog):
     ids, mask = padded(70, 53)
     cached(cache, ids, mask)
     with caplog.at_level(logging.WARNING, "kvcache"):
@@ -348,7 +348,7 @@ def test_rejected_hits_of_a_padded_batch_are_counted_and_warned_about_once(model
     assert "LlamaForCausalLM no longer computes the keys and values that were stored" in caplog.text
 
 
-def test_one_block_stored_by_another_model_never_begins_a_longer_prefix(model, cache):
+def test_block_of_other_model_begins_nothing(model, cache):
     # The hit of one block saves nothing, yet it is compared: later blocks would follow it.
     cached(cache, IDS[:, :17])
     change_unseen(model)
@@ -371,7 +371,7 @@ def test_short_dtypes_reject_a_change_and_nothing_else(dtype):
     assert cache.stats().rejected_hits == 1
 
 
-def test_model_whose_positions_count_padding_gets_keys_by_padding():
+def test_padding_counted_by_model_changes_keys():
     # TrOCR's decoder: positions run on from the cache's first column, padding or not.
     torch.manual_seed(0)
     config = transformers.TrOCRConfig(

@@ -101,7 +101,7 @@ def test_models_whose_blocks_cannot_be_reused_are_refused(make, message):
         PrefixCache(make(), num_blocks=4)
 
 
-def test_generate_of_a_model_in_training_mode_is_refused():
+def test_generate_in_training_mode_is_refused():
     model = built()
     cache = PrefixCache(model, num_blocks=4)
     model.train()
@@ -193,7 +193,7 @@ def test_store_of_another_models_past_is_refused(cache):
     assert cache.store(ids, filled) == 2
 
 
-def test_store_of_a_past_whose_window_has_dropped_tokens_is_refused():
+def test_store_past_dropped_window_is_refused():
     cache = PrefixCache(built("mistral", sliding_window=16), num_blocks=8)
     ids = ids_of(1, 40)
     whole, short = (transformers.DynamicCache(config=cache.model.config) for _ in range(2))

@@ -33,7 +33,7 @@ def test_steps_that_compute_prompts_are_reported_together():
 
 
 @pytest.mark.parametrize(("first_end", "end"), [(1040, 2048), (16, 256)], ids=["on the device", "nothing held"])
-def test_blocks_on_the_device_and_those_offered_again_were_not_computed(first_end, end):
+def test_device_and_repeated_blocks_are_uncomputed(first_end, end):
     watched, reports = watch()
     watched.on_lookup("a", first_end)
     # Once for each group of KV caches.

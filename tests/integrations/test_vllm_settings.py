@@ -20,13 +20,13 @@ def test_choose_release_accepts_a_tried_release(found):
 
 
 @pytest.mark.parametrize("found", ["0.29.0", "0.99.0", "1.0", "dev"])
-def test_choose_release_refuses_an_untried_release_unless_it_is_allowed(found):
+def test_untried_release_is_refused_unless_allowed(found):
     with pytest.raises(ImportError, match=f"vLLM {found} has not been tried .*KVCACHE_ALLOW_UNTRIED_VLLM=1"):
         choose_release(found)
     assert choose_release(found, allow_untried=True) is RELEASES[max(RELEASES)]
 
 
-def test_spec_of_a_release_that_lacks_a_name_names_it(monkeypatch):
+def test_spec_names_what_release_lacks(monkeypatch):
     monkeypatch.setattr(releases, "installed_release", lambda: None)
     monkeypatch.setattr(door, "_MODULES", {"KVCacheTier": "releases_of_another_planet"})
     with pytest.raises(
@@ -51,7 +51,7 @@ def disk_tier():
     importlib.import_module("kvcache.tiers.disk.tier")
 
 
-def test_read_settings_reads_sizes_durations_and_numbers_as_json_writes_them():
+def test_read_settings_accepts_json_numbers():
     assert read_settings(
         {"spec_name": "X", "cpu_bytes_to_use": 1e9, "cache_policy": "arc", "store_threshold": 2.0}
     ) == OffloadSettings(cpu_bytes_to_use=10**9, cache_policy="arc", store_threshold=2)
@@ -59,7 +59,7 @@ def test_read_settings_reads_sizes_durations_and_numbers_as_json_writes_them():
     assert (found.cpu_bytes_to_use, found.retention_share, found.what_if) == (3 << 29, 0.25, True)
 
 
-def test_read_settings_policy_is_gittins_for_one_group_unless_another_is_named():
+def test_read_settings_policy_defaults_to_gittins():
     assert read_settings(ROOM).cache_policy == "gittins"
     assert read_settings(ROOM, num_groups=2).cache_policy == "lru"
     assert read_settings({**ROOM, "cache_policy": "arc"}, num_groups=2).cache_policy == "arc"
@@ -135,12 +135,12 @@ def test_blocks_per_rank_refuses_tiers_of_a_pipeline():
         blocks_per_rank(settings, 2, 100, 2)
 
 
-def test_unknown_keys_are_named_with_the_key_they_resemble():
+def test_unknown_keys_are_named_with_closest():
     assert unknown_keys({**ROOM, "spec_name": "X", "blocks_per_chunk": 2}) == ""
     assert unknown_keys({**ROOM, "cache_polcy": "arc"}) == "cache_polcy (did you mean 'cache_policy'?)"
 
 
-def test_blocks_per_rank_share_below_one_block_is_refused():
+def test_share_below_one_block_is_refused():
     settings = OffloadSettings(cpu_bytes_to_use=1000)
     assert [blocks_per_rank(settings, ranks, 100) for ranks in (1, 4, 3)] == [10, 2, 3]
     with pytest.raises(ValueError, match=r"at least one block of 1004 bytes over all 4 workers, got 1000"):

@@ -30,7 +30,7 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["--kv-transfer-config", "--kv_transfer_config"])
-def test_bad_policy_is_refused_while_the_command_line_is_parsed(option, asked):
+def test_bad_policy_fails_command_line_parsing(option, asked):
     config = json.dumps(transfer_config({**GOOD, "cache_policy": "lur"}))
     for words in ([option, config], [f"{option}={config}"]):
         with pytest.raises(ValueError, match="unknown policy 'lur'"):
@@ -91,7 +91,7 @@ def test_check_is_a_general_plugin_of_vllm():
 
 
 @pytest.mark.parametrize("is_configured", [False, True])
-def test_use_engine_log_adds_the_engines_handlers_to_an_unconfigured_log(is_configured):
+def test_use_engine_log_adds_engines_handlers(is_configured):
     ours, engine = logging.Logger("kvcache"), logging.Logger("vllm", logging.INFO)
     engine.addHandler(logging.NullHandler())
     own = [logging.NullHandler()] if is_configured else []

@@ -20,7 +20,7 @@ def serve(manager, count):
 
 
 @pytest.mark.parametrize("num_requests", [0, 9])
-def test_estimate_is_logged_when_an_engine_that_served_requests_ends(num_requests, caplog):
+def test_estimate_is_logged_when_engine_ends(num_requests, caplog):
     manager = CPUOffloadingManager(16, 8, what_if=True)
     log = log_what_if(manager)
     serve(manager, num_requests)

@@ -12,7 +12,7 @@ from kvcache.lab.bench.servers import find_valkey, running_valkey
 
 
 @pytest.mark.slow
-def test_every_way_is_measured_in_both_directions_and_layouts(run, tmp_path):
+def test_every_way_is_measured_both_directions(run, tmp_path):
     plot = tmp_path / "ratios.png"
     options = ("--sizes", "4KiB,16KiB", "--blocks", "20", "--repeats", "1", "--plot", str(plot), "--json", "-")
     status, out, err = run("bench", "copy", *options)
@@ -43,7 +43,7 @@ def test_all_ways_move_the_same_bytes():
 
 
 @pytest.mark.parametrize("codec", [None, {"type": "fp8", "dtype": "bfloat16"}])
-def test_tier_without_a_client_of_its_own_is_measured_alone(run_json, codec):
+def test_tier_without_client_is_measured_alone(run_json, codec):
     entry = json.dumps({"type": "memory", "capacity": "64MiB", "codec": codec})
     rates = run_json("bench", "tier", entry, "--block-bytes", "64KiB", "--size", "1MiB", "--rounds", "2")
     assert (rates["num_blocks"], rates["num_rounds"], rates["block_bytes"]) == (16, 2, 1 << 16)
@@ -51,7 +51,7 @@ def test_tier_without_a_client_of_its_own_is_measured_alone(run_json, codec):
     assert (rates["plain_store_bytes_per_s"], rates["plain_load_bytes_per_s"]) == (0, 0)
 
 
-def test_valkey_is_measured_in_turns_with_its_client_and_left_as_it_was(run):
+def test_valkey_measured_in_turns_is_unchanged(run):
     if find_valkey() is None:
         pytest.skip("needs valkey-server or redis-server")
     with running_valkey() as port:

@@ -189,7 +189,7 @@ def test_one_engine_hits_what_a_replay_hits(shared):
 
 
 @pytest.mark.slow
-def test_a_store_for_all_makes_routers_alike_and_prefix_routing_spares_its_traffic(shared):
+def test_common_store_makes_routers_alike(shared):
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
         scaled = ScaledTrace(CompactTrace.of(islice(trace, 3000), trace.block_size))
     found = {router: run_fleet(scaled, FleetPlan(8, router, 2000, 1 << 20)) for router in ROUTERS}
@@ -199,7 +199,7 @@ def test_a_store_for_all_makes_routers_alike_and_prefix_routing_spares_its_traff
 
 
 @pytest.mark.parametrize("disk_blocks", [0, 300])
-def test_one_pool_hits_what_one_engine_with_all_memory_hits(disk_blocks):
+def test_one_pool_hits_like_one_engine(disk_blocks):
     scaled = ScaledTrace(traffic("chats", 60), 3, seed=5)
     shared = run_fleet(scaled, FleetPlan(4, "one_pool", 100, cache_policy="gittins", disk_blocks=disk_blocks))
     alone = run_fleet(scaled, FleetPlan(1, "round_robin", 400, cache_policy="gittins", disk_blocks=4 * disk_blocks))
@@ -209,7 +209,7 @@ def test_one_pool_hits_what_one_engine_with_all_memory_hits(disk_blocks):
 
 
 @pytest.mark.slow
-def test_one_pool_of_agents_hits_three_times_private_pools(shared, run, tmp_path):
+def test_one_pool_of_agents_triples_hits(shared, run, tmp_path):
     """The figures of docs/howto/node.md."""
     argv = ("--engines", 8, "--router", "round_robin,known", "--one-pool", "--blocks", "250@25GB/s", "--model", 131072)
     found = {}
@@ -224,7 +224,7 @@ def test_one_pool_of_agents_hits_three_times_private_pools(shared, run, tmp_path
     assert found["gittins", "one_pool"] == 70.8
 
 
-def test_copies_share_what_all_users_of_a_trace_share():
+def test_copies_share_what_users_share():
     # Nine requests continue a shared prompt of two blocks in different ways; the tenth request shares no blocks.
     requests = [Request(np.array([7, 8, 100 + i, 200 + i]), 64, 1, float(i)) for i in range(9)]
     requests.append(Request(np.array([50, 51]), 32, 1, 9.0))
@@ -253,7 +253,7 @@ def test_same_seed_gives_the_same_fleet():
     assert first != other
 
 
-def test_events_that_get_lost_cost_few_hits_beside_perfect_knowledge():
+def test_lost_events_cost_few_hits():
     """Three engines with memory, a disk and a store; engines restart, and one message in a hundred gets lost."""
     scaled = ScaledTrace(traffic("chats", 100), 6, seed=1)
     for disk_blocks in (0, 900):
@@ -266,7 +266,7 @@ def test_events_that_get_lost_cost_few_hits_beside_perfect_knowledge():
         assert own["events"] == pytest.approx(own["known"], rel=0.03)
 
 
-def test_empty_trace_and_requests_without_blocks_are_no_trouble():
+def test_empty_trace_and_requests_are_accepted():
     nothing = run_fleet(ScaledTrace(CompactTrace.of([], BLOCK), 3), FleetPlan(2, "events", 10, 10))
     assert (nothing.requests, nothing.blocks, nothing.busy) == (0, 0, 0.0)
     short = [Request(np.empty(0, np.int64), 3, 1, float(i)) for i in range(3)]

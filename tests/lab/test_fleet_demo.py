@@ -9,7 +9,7 @@ pytest.importorskip("typer")
 
 @pytest.mark.skipif(find_valkey() is None, reason="needs valkey-server or redis-server")
 @pytest.mark.slow
-def test_second_engine_hits_what_the_first_computed_and_nothing_is_wrong(run_json, tmp_path):
+def test_second_engine_hits_blocks_of_first(run_json, tmp_path):
     plot = tmp_path / "fleet.png"
     document = run_json("fleet-demo", "--widths", "3", "--requests", "6", "--plot", plot, "--quiet")
     first, second = document["one_after_the_other"]["engines"]

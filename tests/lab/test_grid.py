@@ -119,7 +119,7 @@ def test_config_of_a_model_gives_the_shape(tmp_path, config, token_bytes):
     assert model_of(str(path)).token_bytes == model_of(str(tmp_path)).token_bytes == token_bytes
 
 
-def test_models_are_listed_with_what_is_assumed_of_their_layers(run):
+def test_models_are_listed_with_layer_assumptions(run):
     status, out, err = run("plan", "--models")
     assert (status, err) == (0, "")
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.strip()}
@@ -171,7 +171,7 @@ def test_keys_of_many_requests_equal_those_of_each(split):
     assert list(make_keys.keyed([])) == []
 
 
-def test_colour_of_a_policy_is_the_same_in_every_plot():
+def test_policy_has_same_colour_everywhere():
     style = pytest.importorskip("kvcache.lab.report.style")
     assert style.style_of(0, "gittins") == style.style_of(3, "gittins") != style.style_of(3, "amq")
     assert style.style_of(1, "gittins + disk 4 GiB")["color"] == style.style_of(0, "gittins")["color"]
@@ -245,7 +245,7 @@ def test_grid_shows_rejected_requests_where_there_are_any(run, trace):
     assert "requests rejected" not in run("plan", trace, "--policy", "lru", "--blocks", "3,5", "--jobs", 1)[1]
 
 
-def test_grid_with_tiers_shows_rejected_requests_and_what_the_optimum_is(run, trace):
+def test_grid_with_tiers_shows_rejected_requests(run, trace):
     below = ("--tier", "ssd:16MiB@1GB/s", "--model", "2KiB")
     status, out, err = run("plan", trace, "--policy", "lru,min", "--blocks", "1", *below, "--jobs", 1)
     assert (status, err) == (0, "")
@@ -265,7 +265,7 @@ def test_grid_of_long_names_keeps_its_figures(run, trace, tmp_path):
     assert ["5", *["54.55%"] * 9] in [line.split() for line in out.splitlines()]
 
 
-def test_grid_says_nothing_of_memory_that_nobody_has_sized(run, run_json, trace, tmp_path):
+def test_grid_omits_memory_without_sizes(run, run_json, trace, tmp_path):
     pytest.importorskip("matplotlib")
     target = tmp_path / "out.html"
     for sizes, memory_bytes in (

@@ -55,7 +55,7 @@ def test_checkpoint_gives_back_what_it_was_given(tmp_path):
 @pytest.mark.parametrize(
     "body", [b"hello\n", b"no newline at the end", b"two\nlines", b"\n{", b"\xff\xfe\x00", b'{"a": 1}']
 )
-def test_checkpoint_that_is_another_file_is_refused_and_left_alone(tmp_path, body):
+def test_foreign_checkpoint_is_refused_and_kept(tmp_path, body):
     path = tmp_path / "cells"
     path.write_bytes(body)
     with pytest.raises(ValueError, match="is no checkpoint of a grid"):
@@ -143,14 +143,14 @@ def compact():
     return CompactTrace.of(workload, workload.block_size)
 
 
-def test_cell_that_does_not_fit_into_the_memory_is_refused(compact):
+def test_cell_beyond_memory_is_refused(compact):
     message = r"MiB, more than the 50 MiB .*: sample the trace \(--sample 0.1 needs a tenth"
     with pytest.raises(ValueError, match=message):
         list(run_grid(compact, Grid(["lru"], [10_000_000]), num_processes=1, max_memory_bytes=50 << 20))
 
 
 @pytest.mark.slow
-def test_cells_run_as_many_at_once_as_memory_allows(compact):
+def test_parallel_cells_fit_into_memory(compact):
     grid = Grid(["lru", "mq"], [200, 400])
     room = cell_bytes(Job("lru", 400), len(compact.ids), Plan())
     one_by_one, here = (
@@ -194,7 +194,7 @@ def test_best_policy_is_named_with_its_margin():
     assert list(best_policies(cells[:1], None)) == []
 
 
-def test_best_policies_with_times_prefers_the_shorter_time_to_more_hits():
+def test_best_policies_prefer_shorter_time():
     cells = [cell("lru", 10, 0.2, ttft_s=3.0), cell("amq", 10, 0.3, ttft_s=4.0)]
     assert list(best_policies(cells, None)) == [
         "best at 10 blocks: lru, mean TTFT 25.00 % below amq, hits 10.00 points lower"

@@ -52,7 +52,7 @@ def test_prompts_of_one_prefix_share_its_ids_alone(tmp_path, run):
 
 
 @given(st.lists(st.integers(0, 3), max_size=24), st.lists(st.integers(0, 3), max_size=24), st.integers(1, 5))
-def test_ids_are_shared_as_far_as_full_blocks_are_equal(one, two, block_size):
+def test_ids_are_shared_by_full_blocks(one, two, block_size):
     equal = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
     ids = [chained_ids(tokens, block_size) for tokens in (one, two)]
     assert [len(found) for found in ids] == [len(one) // block_size, len(two) // block_size]
@@ -131,7 +131,7 @@ def test_bad_record_is_named_and_leaves_no_file(tmp_path, run, record, message):
     assert len(lines_made(log, skip_bad=True)) == 1
 
 
-def test_trace_make_pipe_and_symlink_are_written_not_replaced(tmp_path, run):
+def test_pipe_and_symlink_are_not_replaced(tmp_path, run):
     log = write_lines(tmp_path / "log.jsonl", [{"prompt_token_ids": [1, 2, 3, 4]}])
     link = tmp_path / "link.jsonl"
     link.symlink_to("trace.jsonl")
@@ -147,7 +147,7 @@ def test_trace_make_pipe_and_symlink_are_written_not_replaced(tmp_path, run):
         os.close(writing)
 
 
-def test_trace_make_record_without_a_time_arrives_a_second_later(tmp_path, run):
+def test_record_without_time_arrives_second_later(tmp_path, run):
     records = [{"timestamp": 1e9}, {}, {"timestamp": 1e9 + 3}]
     log = write_lines(tmp_path / "log.jsonl", [{**record, "token_ids": [1, 2]} for record in records])
     status, out, _ = run("trace", "make", log, tmp_path / "trace.jsonl", "--block-size", 4)

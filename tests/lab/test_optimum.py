@@ -70,7 +70,7 @@ def test_unbounded_hits_are_leading_runs_of_known_ids(requests):
 
 
 @given(requests_of_ids, st.integers(1, 5))
-def test_next_uses_also_found_in_parts_are_their_definition(requests, num_parts):
+def test_next_uses_in_parts_match_definition(requests, num_parts):
     trace = trace_of(requests)
     nexts = np.full(len(trace.ids), 99, dtype=np.int64)
     total = 0
@@ -92,7 +92,7 @@ def test_optimum_passes_through_a_trace_in_pieces(requests, room, piece_ids):
         assert optimal_hits(trace, room).tolist() == whole
 
 
-def test_a_table_of_ids_grows():
+def test_table_of_ids_grows():
     ids = np.tile(np.arange(10_000, dtype=np.int64), 2)
     trace = trace_of([ids[:10_000].tolist(), ids[10_000:].tolist()])
     nexts, distinct = next_uses(trace)
@@ -102,7 +102,7 @@ def test_a_table_of_ids_grows():
 
 
 @given(requests_of_ids, st.integers(1, 9))
-def test_split_optimum_is_that_of_a_trace_with_its_ids_split(requests, room):
+def test_split_optimum_equals_split_trace(requests, room):
     trace = trace_of(requests)
     assert optimal_hits(trace, room, split=2).tolist() == optimal_hits(trace.split(2), room).tolist()
 

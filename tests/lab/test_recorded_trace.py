@@ -10,7 +10,7 @@ from kvcache.recorder.recorder import Recorder
 
 
 @pytest.mark.parametrize("policy", ["lru", "amq"])
-def test_plan_of_a_recording_over_a_disk_reproduces_its_hits(run, run_json, tmp_path, policy):
+def test_plan_of_recording_reproduces_disk_hits(run, run_json, tmp_path, policy):
     disk = DiskChoice(tmp_path / "kv", 64 << 20)
     with patient_manager(16, policy, disk, plain_host_blocks(400, 4096)) as manager:
         replay, make_keys = Replay(manager), KeyMaker()

@@ -31,7 +31,7 @@ def test_keys_are_fresh_objects_with_stable_content():
     assert first[0].hex() == "afcd1d7b39a820e267a6d33e82a5fef2c18bb2a7a4d64828737a5367a08f5ab500000000"
 
 
-def test_split_keys_differ_from_each_other_and_from_whole_ones():
+def test_split_keys_differ_from_whole_ones():
     ids = np.arange(5000)
     split = KeyMaker(4)(ids)
     assert len({*split, *KeyMaker(1)(ids)}) == 25_000

@@ -76,7 +76,7 @@ def test_simulation_hits_what_real_tiers_hit(shared, tmp_path, name, policy, num
 
 
 @pytest.mark.slow
-def test_tier_below_a_small_memory_hits_what_a_large_memory_hits(shared):
+def test_tier_below_memory_hits_like_memory(shared):
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
         compact = CompactTrace.of(trace, trace.block_size)
     cell = run_job(compact, Job("lru", 3000, (20_000,)), Plan())
@@ -88,7 +88,7 @@ def flow(hits, hit_tokens):
     return Flow(np.array(hits), np.zeros_like(hits), np.array(hit_tokens))
 
 
-def test_requests_queue_for_the_link_and_for_an_engine():
+def test_requests_queue_for_link_and_engine():
     serving = Serving(100, (Medium("memory", 1000.0), Medium("disk", 100.0)), 0.01)
     arrivals, lengths = np.array([0.0, 0.0, 100.0]), np.array([100, 100, 100])
     # Prefill of 100 tokens takes 1 s. Ten blocks take 10 s from disk, then 1 s from memory.
@@ -109,13 +109,13 @@ def test_two_engines_take_two_requests_at_once():
     assert (facts["ttft_p50_s"], facts["ttft_p99_s"]) == pytest.approx((1.0, 2.0), rel=0.02)
 
 
-def test_a_trace_without_times_gives_no_rates():
+def test_trace_without_times_gives_no_rates():
     serving = Serving(100, (Medium("memory", 1e9),), 0.01)
     facts = weigh(np.zeros(2), np.array([100, 100]), flow([[1], [1]], [10, 10]), serving)
     assert (facts["ttft_p50_s"], facts["media"][0]["read_gb_per_s"], facts["load_s"]) == (None, None, 200 / 1e9)
 
 
-def test_engines_are_enough_for_a_trace_without_a_cache():
+def test_engines_suffice_without_a_cache():
     assert engines_for(np.array([0.0, 100.0]), 10_000, 0.01) == 2
     assert engines_for(np.array([0.0]), 10_000, 0.01) == 1
 
@@ -159,7 +159,7 @@ def test_plan_with_target_recommends_one_line(run, run_json, trace, target, line
     assert set(recommended["figures"]) == set(recommended["targets"])
 
 
-def test_plot_of_a_plan_shows_time_price_and_writes(run, trace, tmp_path):
+def test_plan_plot_shows_time_price_writes(run, trace, tmp_path):
     pytest.importorskip("matplotlib")
     argv = ("plan", trace, "--policy", "lru,min", *PRICED)
     headings = ("TTFT p99", "drive writes a day", "price")
@@ -219,7 +219,7 @@ def test_arbiter_computes_what_a_slow_tier_holds(run, trace, tmp_path, rate, loa
     assert line in " ".join(out.split())
 
 
-def test_arbiter_counts_the_loads_that_wait_for_the_link(run_json, tmp_path):
+def test_arbiter_counts_loads_that_wait(run_json, tmp_path):
     path = tmp_path / "trace.jsonl"
     # 20 prompts, and the same prompts at once a minute later, when their blocks are in the tier.
     lines = [

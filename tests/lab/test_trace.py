@@ -154,7 +154,7 @@ def test_bailian_line_without_a_field_is_named(tmp_path, field):
         read(write(tmp_path, lines_of([lacking(BAILIAN[0], field)])))
 
 
-def test_trace_of_another_block_size_is_refused_and_the_fitting_one_is_named(tmp_path):
+def test_trace_of_other_block_size_raises(tmp_path):
     line = {**BAILIAN[1], "input_length": 200, "hash_ids": [1, 2, 3, 4]}
     path = write(tmp_path, lines_of([line]))
     with pytest.raises(
@@ -179,7 +179,7 @@ def test_leading_bad_lines_do_not_settle_the_format(tmp_path):
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
-def test_cut_file_is_an_error_not_a_short_trace(tmp_path, pack):
+def test_cut_file_is_an_error(tmp_path, pack):
     packed = pack(lines_of(MOONCAKE * 2000))
     with pytest.raises(TraceError, match="cannot be read"):
         read(write(tmp_path, packed[:-9]))
@@ -191,7 +191,7 @@ def test_noise_behind_a_magic_is_an_error(tmp_path, magic):
         read(write(tmp_path, magic + b"\xee" * 100))
 
 
-def test_file_that_cannot_be_opened_or_holds_no_request_is_named(tmp_path):
+def test_unreadable_or_empty_file_is_named(tmp_path):
     for path, message in (
         (tmp_path / "missing", "cannot open trace .*missing: No such file"),
         (tmp_path, "cannot open trace .*: Is a directory"),

@@ -30,7 +30,7 @@ def test_chats_list_full_blocks_only():
     assert max(r.input_length for r in requests) <= 16384
 
 
-def test_an_id_always_follows_the_same_prefix():
+def test_id_always_follows_same_prefix():
     parent = {}
     for ids in ids_of(ChatWorkload(num_requests=500)):
         for before, after in pairwise([-1, *ids]):

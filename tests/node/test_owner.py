@@ -270,7 +270,7 @@ def test_new_owner_keeps_whole_pool_only(node, damage):
     elif damage == "another version":
         ledger.write_bytes(ledger.read_bytes().replace(b"KVNODE02", b"KVNODE01", 1))
     elif damage == "identity":
-        ledger.write_bytes(ledger.read_bytes().replace(b'{"block', b'{+block', 1))
+        ledger.write_bytes(ledger.read_bytes().replace(b'{"block', b"{+block", 1))
     elif damage in ("state", "stamp", "key", "engine"):
         node.owner.pool.ledger.processes["engine"][0] |= (damage == "engine") << 20
         node.owner.pool.ledger.state[1] |= (damage == "state") << 6
@@ -330,7 +330,7 @@ def test_owner_outage_delays_engine_once(folder):
 
 
 @pytest.mark.slow
-def test_owner_process_ends_without_engines_and_has_no_torch(folder):
+def test_owner_process_without_engines_ends(folder):
     code = (
         "import sys, threading\n"
         "from pathlib import Path\n"

@@ -113,9 +113,7 @@ def test_storing_only_what_missed_reproduces_the_table(shared: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [16, 10_000])
-def test_interleaved_parts_without_a_touch_lose_few_hits_and_store_no_block_without_its_predecessor(
-    part: int, shared: Path
-) -> None:
+def test_interleaved_parts_lose_few_hits(part: int, shared: Path) -> None:
     clock = ReplayClock()
     manager = CPUOffloadingManager(512, 500, "gittins", clock=clock)
     requests = list(requests_of(shared, AGENTS))
@@ -178,9 +176,7 @@ class Both:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_taken"), [(4, 0), (6, 2)])
-def test_new_blocks_are_stored_in_free_slots_but_not_over_blocks_of_equal_value(
-    num_blocks: int, num_taken: int
-) -> None:
+def test_equal_blocks_keep_their_slots(num_blocks: int, num_taken: int) -> None:
     both = Both(num_blocks)
     both.request(keys_of("old", 4))
     assert both.request(keys_of("new", 5)) == (keys_of("new", num_taken), [])
@@ -189,7 +185,7 @@ def test_new_blocks_are_stored_in_free_slots_but_not_over_blocks_of_equal_value(
         assert (stats.declined_blocks, stats.gated_blocks, stats.rejected_stores) == (declined, declined, 0)
 
 
-def test_old_blocks_leave_tail_first_and_over_several_passes() -> None:
+def test_old_blocks_leave_tail_first() -> None:
     both = Both(6)
     both.request(keys_of("old", 6))
     both.now_s = 3600.0
@@ -236,7 +232,7 @@ def one_session(count: int) -> Iterator[tuple[float, list[bytes]]]:
         yield 5.0, keys_of(f"agent {i // 40}", 2 * (i % 40) + 2)
 
 
-def test_shared_blocks_are_told_apart_while_most_that_is_used_again_is_widely_shared() -> None:
+def test_shared_blocks_are_told_apart() -> None:
     both = Both(90)
     draw = random.Random(1)
     splits = []
@@ -261,9 +257,7 @@ def test_shared_blocks_are_told_apart_while_most_that_is_used_again_is_widely_sh
 
 
 @pytest.mark.parametrize(("after_s", "is_told_apart"), [(1.0, False), (5.0, True), (15.0, True), (17.0, False)])
-def test_only_uses_after_4_to_16_seconds_judge_whether_shared_blocks_are_told_apart(
-    after_s: float, is_told_apart: bool
-) -> None:
+def test_only_middle_uses_judge_sharing(after_s: float, is_told_apart: bool) -> None:
     both = Both(40)
     for i in range(128):
         both.now_s += after_s
@@ -305,7 +299,7 @@ def aged_manager(num_requests: int, length: int) -> CPUOffloadingManager:
     return manager
 
 
-def test_a_use_after_an_hour_of_silence_ages_256_groups_at_most() -> None:
+def test_use_after_silence_ages_few_groups() -> None:
     manager = aged_manager(700, 2)
     # Two groups a request: its last block, and the rest.
     num_bins = sum(0 < edge <= 3_600_000 >> 11 for edge in EDGES)
@@ -321,7 +315,7 @@ def test_a_use_after_an_hour_of_silence_ages_256_groups_at_most() -> None:
     assert sum(num_aged) == 2 * 700 * num_bins
 
 
-def test_groups_of_one_tick_of_which_a_use_ages_some_do_as_the_specification_says() -> None:
+def test_aged_groups_of_tick_match_specification() -> None:
     both = Both(120)
     draw = random.Random(5)
     num_checked = 0
@@ -339,7 +333,7 @@ def test_groups_of_one_tick_of_which_a_use_ages_some_do_as_the_specification_say
     assert num_checked > 20
 
 
-def test_a_store_passes_over_2048_blocked_groups_at_most() -> None:
+def test_store_skips_bounded_blocked_groups() -> None:
     manager = aged_manager(3000, 2)
     for i in range(3000):
         manager.prepare_load(keys_of(f"request {i}", 2)[1:])
@@ -375,7 +369,7 @@ def test_evict_children_of_failed_parents_matches_reference() -> None:
     both.compiled.policy.check()
 
 
-def test_prepare_store_more_keys_than_memory_has_room_for_remembers_all() -> None:
+def test_store_beyond_memory_remembers_all_keys() -> None:
     manager = standing(2)
     keys = keys_of("key", 9000)
     context = ReqContext()
@@ -398,7 +392,7 @@ def test_nothing_is_stored_behind_a_hole() -> None:
     assert manager.stats().declined_blocks == 2
 
 
-def test_keys_stored_in_another_order_than_the_prompts_know_their_predecessors() -> None:
+def test_reordered_keys_know_their_predecessors() -> None:
     manager = standing(8)
     keys = keys_of("key", 4)
     context = ReqContext()
@@ -410,7 +404,7 @@ def test_keys_stored_in_another_order_than_the_prompts_know_their_predecessors()
     manager.policy.check()
 
 
-def test_a_store_of_what_an_earlier_use_named_takes_these_very_keys() -> None:
+def test_store_takes_keys_of_earlier_use() -> None:
     manager = standing(8)
     keys = keys_of("key", 4)
     context = ReqContext()
@@ -423,7 +417,7 @@ def test_a_store_of_what_an_earlier_use_named_takes_these_very_keys() -> None:
     assert manager.policy.num_remembered == 0
 
 
-def test_clock_is_read_once_per_request_again_after_a_reset_and_stands_still_when_it_goes_back() -> None:
+def test_clock_is_read_once_per_request() -> None:
     now_s = 10.0
     manager = CPUOffloadingManager(16, 4, "gittins", clock=lambda: now_s)
     context = ReqContext()

@@ -51,7 +51,7 @@ TestGate = cache_machine("arc", manager_options={"store_threshold": 2, "max_trac
         ("amq", ["queues", "history", "life", "clock"]),
     ],
 )
-def test_a_compiled_policy_shows_what_the_machine_compares(name: str, attributes: list[str]) -> None:
+def test_compiled_policy_shows_compared_state(name: str, attributes: list[str]) -> None:
     shown = CPUOffloadingManager(16, 2, name).policy
 
     assert REFERENCE_POLICIES.keys() == set(BUILT_IN)

@@ -108,7 +108,7 @@ def test_blocks_are_found_with_their_language_and_line():
     assert list(blocks_of(page)) == [Block("python", "a = 1\n", 3), Block("console", "$ kvcache --help\n", 9)]
 
 
-def test_a_wrong_block_fails():
+def test_wrong_block_fails():
     with pytest.raises(NameError):
         run_python(Block("python", "missing\n", 1), "page", {})
     with pytest.raises(AssertionError, match="Expected"):
@@ -144,7 +144,7 @@ def check_command(line):
 
 
 @every_page
-def test_every_command_that_is_shown_exists_with_its_options(page):
+def test_every_shown_command_has_its_options(page):
     for line in commands_of(page):
         try:
             check_command(line)
@@ -165,7 +165,7 @@ def test_every_configuration_has_valid_options(page, tmp_path):
             assert not wrong, f"{page.relative_to(ROOT)}:{block.line}: {wrong}"
 
 
-def test_a_command_or_option_that_is_none_is_found():
+def test_unknown_command_or_option_is_found():
     for line in ("kvcache stats", "kvcache status --jsn", "kvcache metrics dashbord"):
         with pytest.raises(Exception, match=r"stats|jsn|dashbord"):
             check_command(line)
@@ -181,7 +181,7 @@ def test_every_metric_that_is_named_exists(page):
     assert named <= known | histograms, named - known - histograms
 
 
-def test_every_alert_has_a_section_on_the_operators_page():
+def test_every_alert_has_its_section():
     from kvcache.exporters.dashboard import rules
 
     page = (ROOT / "docs" / "howto" / "operate.md").read_text()

@@ -59,7 +59,7 @@ def run_engine(*options):
     return ended.returncode, json.loads(ended.stdout)
 
 
-def test_a_thousand_requests_read_the_bytes_they_wrote():
+def test_thousand_requests_read_their_own_bytes():
     status, report = run_engine("--requests", "1000", "--policy", "arc")
     assert (status, report["faults"]) == (0, [])
     assert report["counts"]["requests"] == 1000

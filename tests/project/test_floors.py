@@ -122,7 +122,7 @@ needs_sources = pytest.mark.skipif(not (ROOT / "kvcache").is_dir(), reason="the 
 
 
 @needs_sources
-def test_every_file_imports_lower_floors_and_its_own_room_only():
+def test_every_file_imports_lower_floors_only():
     table, modules = rooms(), sources()
     faults = [
         f"{path.relative_to(ROOT)}:{wanted.line}: {module} imports {wanted.module}: {fault}"
@@ -135,7 +135,7 @@ def test_every_file_imports_lower_floors_and_its_own_room_only():
 
 
 @needs_sources
-def test_modules_do_not_import_each_other_in_a_circle():
+def test_modules_import_in_no_circle():
     """Imports for annotations count, too: a circle of types is a circle of subjects."""
     modules = sources()
     graph = {
@@ -225,12 +225,12 @@ KNOWN |= {"kvcache.control.backend", "kvcache.control.cpu"}
         ("kvcache.control.cpu", "kvcache.nowhere.name", False, "does not exist"),
     ],
 )
-def test_an_import_is_judged_by_the_table(module, wanted, typing_only, fault):
+def test_import_is_judged_by_the_table(module, wanted, typing_only, fault):
     answer = fault_of(module, Import(wanted, 1, typing_only), KNOWN, TABLE)
     assert answer is None if fault is None else fault in (answer or "")
 
 
-def test_imports_and_cimports_are_read_from_every_kind_of_file():
+def test_imports_are_read_from_every_file():
     python = "from __future__ import annotations\nif TYPE_CHECKING:\n    import torch\nfrom .base import Policy\n"
     assert set(imports_of_python(python, "kvcache.policies")) == {
         Import("__future__.annotations", 1, False),

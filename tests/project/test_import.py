@@ -19,7 +19,7 @@ def test_import_brings_no_engine_and_no_torch():
     assert run(f"import sys, kvcache; print([name for name in {names} if name in sys.modules])") == "[]\n"
 
 
-def test_the_control_plane_runs_without_torch():
+def test_control_plane_runs_without_torch():
     code = (
         "import sys\n"
         "sys.modules['torch'] = None\n"
@@ -43,7 +43,7 @@ def test_import_brings_few_modules_beyond_numpy():
     assert int(run(code)) < 100
 
 
-def test_a_folder_of_sources_says_what_it_is(tmp_path):
+def test_folder_of_sources_explains_itself(tmp_path):
     shutil.copytree(Path(kvcache.__file__).parent, tmp_path / "kvcache", ignore=shutil.ignore_patterns("*.so"))
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvcache import CPUOffloadingManager"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -57,7 +57,7 @@ def test_every_public_name_is_importable_and_known():
         assert name in dir(kvcache)
 
 
-def test_import_star_and_help_leave_out_what_lacks_its_package():
+def test_star_import_omits_missing_packages():
     code = (
         "import sys; sys.modules['xxhash'] = None\n"
         "from kvcache import *\n"

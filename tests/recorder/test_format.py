@@ -55,7 +55,7 @@ def test_cut_recording_is_read_up_to_the_cut(path, whole):
         assert end or length in frame_starts(whole)
 
 
-def test_missing_records_and_files_of_another_recording_are_noticed(path, whole):
+def test_missing_and_foreign_records_are_noticed(path, whole):
     _, rows = msgspec.msgpack.decode(zlib.decompress(whole[frame_starts(whole)[1] + 4 :], 31))
     parts = [frame_bytes(msgspec.msgpack.encode(part)) for part in ((0, rows[:2]), (9, rows[2:4]))]
     records, end = read_all(path, header_bytes({"manager": {}}) + b"".join(parts))
@@ -95,7 +95,7 @@ NUM_FUZZED = 10_000 * int(os.environ.get("KVCACHE_STRESS", "1"))
 
 
 @pytest.mark.parametrize("kind", range(4))
-def test_recording_with_hostile_frame_ends_in_a_clear_error(monkeypatch, whole, kind):
+def test_hostile_frame_is_a_clear_error(monkeypatch, whole, kind):
     """The checksum of the frame is right, but its content is arbitrary."""
     config = {"block_size": 16, "num_blocks": 20, "cache_policy": "arc", "enable_events": True}
     header = header_bytes({"manager": config, "is_from_start": True})

@@ -66,7 +66,7 @@ def test_record_that_cannot_be_encoded_is_lost_alone(manager, path):
 
 
 @pytest.mark.parametrize("num_keys", [500, 3_700, 4_200, 30_000, 600_000])
-def test_record_longer_than_the_bound_is_lost_and_does_not_break_it(manager, tmp_path, path, num_keys):
+def test_record_beyond_bound_is_lost_alone(manager, tmp_path, path, num_keys):
     long = [os.urandom(16) for _ in range(num_keys)]
     with Recorder(manager, path, max_bytes="64KiB", buffer_bytes="1MiB") as recorder:
         manager.touch(long[:5])
@@ -81,7 +81,7 @@ def test_record_longer_than_the_bound_is_lost_and_does_not_break_it(manager, tmp
     assert (outcome.num_calls, outcome.num_lost) == (len(recorded) - is_lost, is_lost)
 
 
-def test_positions_longer_than_the_bound_are_counted_as_lost(manager, path):
+def test_positions_beyond_bound_count_as_lost(manager, path):
     request = ReqContext()
     request.set_offload_key_positions({os.urandom(16): number for number in range(3000)})
     with Recorder(manager, path, max_bytes=24_000) as recorder:

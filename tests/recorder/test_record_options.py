@@ -138,7 +138,7 @@ def test_rerun_json_onto_the_recording_is_refused(run, recorded):
     assert "--json must be another file than the one that is read" in err
 
 
-def test_shrink_of_a_policy_without_an_installed_twin_names_it(monkeypatch):
+def test_shrink_without_twin_names_the_policy(monkeypatch):
     monkeypatch.delitem(REFERENCE_POLICIES, "mq")
     text = shrunk_text([], {"cache_policy": "mq"}, None, is_broken=False, shrink_s=1.0)
     assert text.startswith("# Not shrunk: kvcache is installed without the plain-Python twin of 'mq'")
@@ -161,7 +161,7 @@ def test_command_refuses_what_is_no_recording(run, tmp_path, recorded):
     assert (status, "header" in err) == (2, True)
 
 
-def test_a_recording_without_a_call_is_no_success(run, tmp_path):
+def test_recording_without_call_is_no_success(run, tmp_path):
     manager = CPUOffloadingManager(16, 10)
     Recorder(manager, tmp_path / "empty.kvlog").stop()
     status, out, err = run("rerun", tmp_path / "empty.kvlog")
@@ -169,7 +169,7 @@ def test_a_recording_without_a_call_is_no_success(run, tmp_path):
     assert f"{tmp_path / 'empty.kvlog'} has no call to compare: nothing was recorded" in err
 
 
-def test_a_long_replay_of_a_recording_shows_how_far_it_is(run, recorded, monkeypatch):
+def test_long_replay_shows_progress(run, recorded, monkeypatch):
     assert run("rerun", recorded)[2] == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
     status, out, err = run("rerun", recorded)
@@ -179,7 +179,7 @@ def test_a_long_replay_of_a_recording_shows_how_far_it_is(run, recorded, monkeyp
 
 @pytest.mark.parametrize("name", ["run.kvlog", "run.kvlog.3"])
 @pytest.mark.parametrize("command", ["replay", "plan", "rerun"])
-def test_a_file_that_only_is_named_as_a_recording_is_named(run, tmp_path, name, command):
+def test_foreign_file_is_named(run, tmp_path, name, command):
     path = tmp_path / name
     path.write_bytes(b"\xff\x00garbage\n")
     assert run(command, path) == (2, "", f"kvcache: error: {path} is not a recording of kvcache\n")

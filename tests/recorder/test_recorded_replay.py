@@ -72,7 +72,7 @@ def test_tiered_recording_needs_no_tier_to_replay(path, write_policy):
 
 
 @pytest.mark.parametrize("is_key_by_key", [False, True])
-def test_recording_of_an_arbiter_replays_to_the_same_decisions(path, is_key_by_key):
+def test_arbiters_recording_replays_to_same_decisions(path, is_key_by_key):
     rng = random.Random(9)
 
     class Slow(MemoryTier):
@@ -145,7 +145,7 @@ def timeless(one):
     return replace(one, value=[result and replace(result, start_s=None, end_s=None) for result in one.value])
 
 
-def test_recording_that_begins_late_replays_from_the_next_reset(tmp_path, path):
+def test_late_recording_replays_from_next_reset(tmp_path, path):
     manager = CPUOffloadingManager(16, 30, "arc")
     make_all_calls(manager, random.Random(1), 50)
     context = ReqContext("spans both")

@@ -65,7 +65,7 @@ def test_failed_start_and_stop_give_every_part_back(path):
     manager.shutdown()
 
 
-def test_look_ups_one_by_one_are_written_as_runs(path):
+def test_single_lookups_are_written_as_runs(path):
     manager = CPUOffloadingManager(16, 400)
     keys = [key(number) for number in range(300)]
     with Recorder(manager, path, salt="ours") as recorder:
@@ -93,7 +93,7 @@ def test_look_ups_one_by_one_are_written_as_runs(path):
     replayed(path)
 
 
-def test_same_keys_are_named_once_and_never_in_clear(manager, path):
+def test_same_keys_are_named_once_hashed(manager, path):
     keys = [b"a secret prompt %4d" % i for i in range(1000)]
     with Recorder(manager, path):
         for _ in range(400):
@@ -112,7 +112,7 @@ def test_same_keys_are_named_once_and_never_in_clear(manager, path):
     assert len(set(recorded[0])) == 1000
 
 
-def test_positions_are_written_once_and_hints_again_after_a_reset(manager, path):
+def test_positions_are_written_once_per_reset(manager, path):
     context = ReqContext("1", None, Retention(priority=1))
     with Recorder(manager, path):
         for number in range(40):
@@ -162,7 +162,7 @@ def test_calls_inside_a_recorded_call_are_not_recorded(path):
     assert {one.op for one in found[1].inputs} == {ops.Op.CLOCK}
 
 
-def test_recorded_keys_are_let_go_of_once_they_are_hashed(manager, path):
+def test_recorded_keys_are_released_once_hashed(manager, path):
     keys = [key(number) for number in range(10_000)]
     before = [sys.getrefcount(one) for one in keys]
     with Recorder(manager, path):
@@ -176,7 +176,7 @@ def test_recorded_keys_are_let_go_of_once_they_are_hashed(manager, path):
     assert len({one for call in calls for one in call.keys}) == 10_000
 
 
-def test_long_lists_with_something_else_among_their_keys_are_recorded(manager, path):
+def test_mixed_long_lists_are_recorded(manager, path):
     class Odd:
         """The caller drops the last reference to such an object, not the recorder's thread."""
 
@@ -218,7 +218,7 @@ def test_wrong_options_and_managers_are_refused(tmp_path, path):
     assert not (tmp_path / "x").exists()
 
 
-def test_one_of_two_recorders_that_begin_at_once_is_refused(tmp_path):
+def test_second_of_two_recorders_is_refused(tmp_path):
     def begin(manager, barrier, path):
         barrier.wait()
         try:
@@ -239,7 +239,7 @@ def test_one_of_two_recorders_that_begin_at_once_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("max_events", [2**64 - 1, 2**64, 10**40])
-def test_events_taken_without_a_bound_that_counts_are_recorded(path, max_events):
+def test_events_without_bound_are_recorded(path, max_events):
     manager = CPUOffloadingManager(16, 100, enable_events=True)
     with Recorder(manager, path):
         serve(manager, 1)
@@ -248,7 +248,7 @@ def test_events_taken_without_a_bound_that_counts_are_recorded(path, max_events)
     assert replayed(path).num_calls == 9
 
 
-def test_recorder_that_is_stopped_inside_a_call_does_not_wait_for_it(path, monkeypatch):
+def test_stop_inside_call_does_not_wait(path, monkeypatch):
     monkeypatch.setattr("kvcache.recorder.recorder._STOP_S", 0.1)
     made = []
 

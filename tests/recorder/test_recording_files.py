@@ -99,7 +99,7 @@ def test_path_that_cannot_be_recorded_to_is_named(manager, tmp_path):
     Recorder(manager, tmp_path / "run").stop()
 
 
-def test_dropped_manager_is_freed_and_leaves_a_whole_file(path):
+def test_dropped_manager_leaves_a_whole_file(path):
     manager = CPUOffloadingManager(16, 4)
     recorder = Recorder(manager, path)
     manager.touch([key(1)])
@@ -110,7 +110,7 @@ def test_dropped_manager_is_freed_and_leaves_a_whole_file(path):
     assert replayed(path).num_calls == 1
 
 
-def test_foreign_file_that_comes_later_ends_the_recording_at_a_rotation(manager, path):
+def test_foreign_file_ends_recording_at_rotation(manager, path):
     older = Path(f"{path}.1")
     with Recorder(manager, path, max_bytes=1 << 16) as recorder:
         older.write_text("not a recording")
@@ -123,7 +123,7 @@ def test_foreign_file_that_comes_later_ends_the_recording_at_a_rotation(manager,
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_path_is_free_after_stop_though_a_forked_child_lives(manager, path):
+def test_forked_child_leaves_stopped_path_free(manager, path):
     recorder = Recorder(manager, path)
     child = os.fork()
     if child == 0:
@@ -138,7 +138,7 @@ def test_path_is_free_after_stop_though_a_forked_child_lives(manager, path):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_forked_child_records_nothing_and_leaves_the_file_alone(manager, path):
+def test_forked_child_records_nothing(manager, path):
     recorder = Recorder(manager, path)
     serve(manager, 1)
     child = os.fork()
@@ -221,13 +221,13 @@ def test_kill_between_two_files_leaves_the_older_ones(manager, tmp_path, path, n
 
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "raise KeyError", "del manager"])
-def test_process_that_ends_without_stop_leaves_a_whole_file(path, end):
+def test_exit_without_stop_leaves_whole_file(path, end):
     with run_recorder(path, f"for number in range(20): serve(number)\n{end}", stderr=subprocess.DEVNULL) as child:
         child.wait(60)
     assert replayed(path).num_calls == 80
 
 
-def test_disk_that_is_full_ends_the_recording_at_the_last_whole_frame(path):
+def test_full_disk_ends_at_whole_frame(path):
     code = """
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 number = 0

@@ -103,14 +103,14 @@ def run_test(text):
 
 
 @pytest.mark.parametrize("faulty", [SwapsVictims, TurnsWithAge])
-def test_planted_difference_is_found_and_shrunk_to_a_failing_test(tmp_path, faulty):
+def test_planted_difference_shrinks_to_failing_test(tmp_path, faulty):
     recording = record(tmp_path / "run.kvlog")
     assert replay_recording(recording, faulty, Promises).difference.reason == ""
     check_shrunk(recording, faulty)
 
 
 @pytest.mark.parametrize("has_arbiter", [False, True])
-def test_fault_over_tiers_is_found_and_shrunk_to_a_failing_test(tmp_path, has_arbiter):
+def test_fault_over_tiers_shrinks_to_test(tmp_path, has_arbiter):
     rng = random.Random(4)
     host = np.zeros((30, 64), np.uint8)
     tier = MemoryTier(64 * 80, host)

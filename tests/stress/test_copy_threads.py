@@ -44,7 +44,7 @@ def test_copies_of_many_threads_are_whole(run_threads, budget):
     assert all(success and num_bytes == n * page_bytes for n, success, num_bytes, _ in finished)
 
 
-def test_ids_that_change_while_they_are_checked_move_no_other_byte(run_threads, budget):
+def test_ids_changed_while_checked_move_nothing(run_threads, budget):
     num_blocks = 4
     memory = np.zeros((3, num_blocks, 64), np.int8)
     address = memory.__array_interface__["data"][0]

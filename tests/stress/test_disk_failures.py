@@ -135,7 +135,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_disk_tier_with_failing_calls_serves_no_wrong_byte(tmp_path, calls, name):
+def test_failing_calls_serve_no_wrong_byte(tmp_path, calls, name):
     counts = Counter()
     draw = random.Random(name)
     disk = open_disk(tmp_path / "tier")

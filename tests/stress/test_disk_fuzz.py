@@ -66,7 +66,7 @@ NAMES = ["format", "version", "block_bytes", "num_slots", "epoch", "salt", "fing
 
 @settings(max_examples=max(10, round(1000 * SCALE)), suppress_health_check=list(HealthCheck), deadline=None)
 @given(data=st.data())
-def test_header_of_any_bytes_is_refused_or_makes_sense(sound, data):
+def test_header_of_any_bytes_is_handled(sound, data):
     path, files = sound
     values = json.loads(files["kvcache.json"])
     body = data.draw(

@@ -273,7 +273,7 @@ def faults_of(found, must, generations):
 
 
 @pytest.mark.parametrize("seed", range(NUM_RECORDINGS))
-def test_every_state_that_a_crash_may_leave_is_sound(tmp_path, monkeypatch, seed):
+def test_every_crash_state_is_sound(tmp_path, monkeypatch, seed):
     path = tmp_path / "tier"
     recorder = Recorder(path, monkeypatch)
     promises = []

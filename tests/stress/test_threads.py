@@ -197,7 +197,7 @@ def test_no_slot_serves_two_keys_beside_finalizers(policy, run_threads, budget):
 
 
 @pytest.mark.parametrize("policy", POLICIES.names())
-def test_a_policy_alone_is_used_by_many_threads(policy, run_threads, budget):
+def test_policy_alone_serves_many_threads(policy, run_threads, budget):
     from kvcache import BlockStatus
 
     alone = POLICIES.resolve(policy)(NUM_BLOCKS)

@@ -281,7 +281,7 @@ class WildTier(JobTier):
         self.owners.clear()
 
 
-def test_job_tier_over_a_wild_medium_gives_no_wrong_byte(monkeypatch):
+def test_wild_medium_gives_no_wrong_byte(monkeypatch):
     monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
     draw = random.Random(11)
     host = np.zeros((NUM_HOST, BLOCK_BYTES), np.uint8)

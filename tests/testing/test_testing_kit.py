@@ -179,7 +179,7 @@ class ForgetsTouches(ReferenceLRU):
 
 
 @pytest.mark.parametrize("policy", [NeverAnswers, ForgetsTouches])
-def test_contract_gives_a_verdict_on_a_faulty_policy_in_bounded_time(policy: type) -> None:
+def test_contract_judges_faulty_policy_in_time(policy: type) -> None:
     # A loaded machine may need longer than the first bound until it calls the policy.
     for verdict_s in (0.5, 2.0, 8.0, 32.0):
         attributes = {"policy": policy, "reference": ReferenceLRU, "verdict_s": verdict_s}

@@ -99,7 +99,7 @@ ALL_FAULTS = {
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back", "write_through_selective"])
 @pytest.mark.parametrize("name", ALL_FAULTS)
-def test_no_wrong_byte_and_no_endless_wait_whatever_the_tier_does(name, write_policy):
+def test_faulty_tier_gives_no_wrong_byte(name, write_policy):
     clock = [0.0]
     host = np.zeros((12, 8), np.uint8)
     inner = ManualTier(40, host, is_automatic=True)
@@ -218,7 +218,7 @@ class Reversed(RemoteTier):
         (Scribbling, r"host blocks that a load of blocks 0 and 1 changed: expected \[\], got \[60\]"),
     ],
 )
-def test_contract_gives_a_verdict_with_values_in_bounded_time(tier_class, complaint, tmp_path):
+def test_contract_judges_faulty_tier_in_time(tier_class, complaint, tmp_path):
     assert re.match(complaint or "$", verdict_of(tier_class, tmp_path))
 
 

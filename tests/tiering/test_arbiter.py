@@ -120,7 +120,7 @@ def ratios(engine, lengths):
     ],
     ids=["load", "compute", "even", "latency", "attention"],
 )
-def test_first_token_is_near_the_better_of_loading_and_computing(latency_s, block_s, token_s, given, is_given, by_key):
+def test_first_token_is_near_better_way(latency_s, block_s, token_s, given, is_given, by_key):
     engine = Engine(latency_s, block_s, token_s, given=given if is_given else None, by_key=by_key)
     # Two lengths of either kind, to learn from.
     for length in (8, 200, 16, 400, 8, 200):
@@ -143,7 +143,7 @@ def test_arbiter_is_what_makes_the_difference(arbiter, expected):
     assert always_s / never_s == pytest.approx(4, rel=0.02)
 
 
-def test_link_that_becomes_slow_is_left_after_two_loads_and_found_again_when_it_is_fast():
+def test_slow_link_is_left_until_fast():
     engine = Engine(0.001, 0.001, flat(2000), given=2000)
     assert [round(ratio, 2) for _, ratio in ratios(engine, [100] * 3)] == [1.0] * 3
     engine.tier.block_s = 0.05
@@ -160,7 +160,7 @@ def test_link_that_becomes_slow_is_left_after_two_loads_and_found_again_when_it_
     assert max(fast[3:]) < 1.1
 
 
-def test_request_on_a_tier_that_stalls_waits_no_longer_than_computing_takes():
+def test_request_on_stalled_tier_computes():
     engine = Engine(0.001, 0.001, flat(2000), given=2000)
     list(ratios(engine, [100] * 3))
     engine.tier.stalled_until_s = engine.clock.now_s + 1000
@@ -172,7 +172,7 @@ def test_request_on_a_tier_that_stalls_waits_no_longer_than_computing_takes():
     assert engine.manager.stats().arbiter_give_ups == 1
 
 
-def test_answer_is_kept_when_rates_change_within_a_request():
+def test_answer_is_kept_within_a_request():
     engine = Engine(0.001, 0.001, flat(2000), given=2000)
     list(ratios(engine, [100] * 3))
     manager, keys, context = engine.manager, engine.prompt(100), ReqContext()
@@ -190,7 +190,7 @@ def test_answer_is_kept_when_rates_change_within_a_request():
     assert manager.lookup(keys, ReqContext()) is None
 
 
-def test_prefix_that_is_computed_sooner_than_loaded_is_not_asked_for():
+def test_prefix_computed_sooner_is_not_loaded():
     # A block of 16 tokens takes 8 ms to compute and 1 ms to load, behind a latency of 100 ms: 14 of them are even.
     engine = Engine(0.1, 0.001, flat(2000), given=2000)
     for length in (20, 200, 20, 200):
@@ -211,7 +211,7 @@ def test_prefix_that_is_computed_sooner_than_loaded_is_not_asked_for():
     assert engine.manager.lookup(engine.prompt(10), ReqContext()) is None
 
 
-def test_tier_without_an_arbiter_is_loaded_from_whatever_it_costs():
+def test_tier_without_arbiter_is_always_loaded():
     clock = Clock()
     slow = ThrottledTier(100, 0.0, 1.0, clock)
     other = ThrottledTier(100, 0.0, 100.0, clock)
@@ -250,7 +250,7 @@ def test_prefix_is_cut_where_the_medium_changes():
     assert (decision.kept_blocks, decision.chosen_s) == (30, 10.0)
 
 
-def test_media_load_at_the_same_time_and_one_after_another_on_one_link():
+def test_media_share_one_link_in_turn():
     arbiter = LoadArbiter(1.0)
     one, two = link_of(1.0), link_of(1.0)
     parts = [Segment(one, 4, 40), Segment(two, 4, 80), Segment(one, 4, 120)]
@@ -274,7 +274,7 @@ def test_link_learns_latency_and_rate(latency_s, block_s):
     assert link.latency_s == pytest.approx(latency_s, abs=1e-3)
 
 
-def test_jobs_that_share_a_link_tell_its_rate_together():
+def test_jobs_on_shared_link_teach_together():
     link = LinkRate()
     for round_ in range(3):
         begin_s = 10.0 * round_
@@ -286,7 +286,7 @@ def test_jobs_that_share_a_link_tell_its_rate_together():
     assert link.load_s(10, 100.0) == pytest.approx(1.0)
 
 
-def test_failed_and_overdue_jobs_teach_nothing_but_free_the_link():
+def test_failed_jobs_teach_nothing():
     link = LinkRate()
     link.sent(10, 0.0)
     link.ended(10, 0, 0.0, 9.0, 9.0)
@@ -308,7 +308,7 @@ def test_rates_in_use_do_not_follow_noise():
     assert fit(100, 1) > 1.04
 
 
-def test_prefill_rate_is_learned_by_position_unless_it_was_given():
+def test_prefill_rate_is_learned_by_position():
     rate = PrefillRate()
     for first, num in ((0, 100), (1000, 500), (4000, 2000), (100, 50)):
         rate.record(first, num, sum(1e-3 * (1 + p / 2000) for p in range(first, first + num)))

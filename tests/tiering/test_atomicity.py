@@ -50,7 +50,7 @@ def check_idle(manager):
 
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
-def test_calls_of_four_threads_leave_no_reference_and_no_reservation(policy):
+def test_calls_of_threads_leave_no_reference(policy):
     manager = open_manager(policy)
 
     def run(seed):
@@ -64,7 +64,7 @@ def test_calls_of_four_threads_leave_no_reference_and_no_reservation(policy):
     check_idle(manager)
 
 
-def test_finalizers_that_call_the_manager_run_between_its_calls():
+def test_finalizers_run_between_manager_calls():
     manager = open_manager()
     draw = random.Random(0)
     num_run = 0
@@ -93,7 +93,7 @@ def test_finalizers_that_call_the_manager_run_between_its_calls():
     check_idle(manager)
 
 
-def test_a_call_from_inside_a_call_is_refused():
+def test_call_inside_a_call_is_refused():
     manager = open_manager()
     refused = []
 

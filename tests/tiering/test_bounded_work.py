@@ -60,7 +60,7 @@ def served(manager, keys):
 
 @pytest.mark.parametrize("num_tiers", [1, 2])
 @pytest.mark.parametrize("in_host", [lambda i: False, lambda i: i % 2 == 0, lambda i: i % 100 < 50])
-def test_lookup_asks_a_tier_about_a_step_of_keys_in_few_calls(in_host, num_tiers):
+def test_lookup_asks_tier_in_few_calls(in_host, num_tiers):
     manager, tiers, keys = world(6000, in_host, num_tiers)
     for tier in tiers:
         tier.keys_asked = tier.num_lookups = 0
@@ -71,7 +71,7 @@ def test_lookup_asks_a_tier_about_a_step_of_keys_in_few_calls(in_host, num_tiers
     assert served(manager, keys)[0] == 6000
 
 
-def test_lookup_of_blocks_that_alternate_takes_time_in_proportion():
+def test_lookup_of_alternating_blocks_is_linear():
     def per_key_s(num_keys):
         manager, _, keys = world(num_keys, lambda i: i % 2 == 0)
         found, steps, time_s = served(manager, keys)
@@ -97,7 +97,7 @@ def test_step_of_a_large_promotion_is_bounded():
     assert manager.lookup(keys, context) == len(keys)
 
 
-def test_results_of_a_tier_are_taken_in_a_step_at_a_time(monkeypatch):
+def test_tier_results_are_processed_in_steps(monkeypatch):
     monkeypatch.setattr(controller_module, "MAX_STEP_BLOCKS", 4)
     tier = ManualTier(100)
     manager = TieredOffloadingManager(16, 100, [(tier, TierConfig(max_store_blocks=64))])
@@ -157,7 +157,7 @@ def test_job_past_its_deadline_is_cancelled(is_load):
     assert cancelled == [job.job_id for job in tier.pending]
 
 
-def test_tier_is_told_of_many_uses_a_step_at_a_time_and_in_order():
+def test_tier_uses_are_sent_in_steps():
     manager, (tier,), keys = world(2 * MAX_STEP_BLOCKS + 10, lambda i: True)
     told = []
     tier.touch = lambda keys, req_context=None: told.append(keys)

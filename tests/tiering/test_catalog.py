@@ -112,14 +112,14 @@ def test_slot_catalog_agrees_with_its_model(policy):
             rng.choice(steps)(rng.sample(KEYS, rng.randint(1, 4)))
 
 
-def test_policy_of_paths_gets_the_head_of_a_prompt_first():
+def test_policy_of_paths_gets_head_first():
     catalog, prompt = SlotCatalog(8, "gittins", [], ()), KEYS[:4]
     plain = SlotCatalog(8, "lru", [], ())
     assert catalog.begin_store(prompt[::-1]).keys == prompt
     assert plain.begin_store(prompt[::-1]).keys == prompt[::-1]
 
 
-def test_query_takes_the_keys_that_wait_when_it_begins(monkeypatch):
+def test_query_takes_keys_that_wait(monkeypatch):
     monkeypatch.setattr(catalog_module, "MAX_QUERY_KEYS", 4)
     queries, asked = [], []
 

@@ -173,7 +173,7 @@ def ended(tier, *job_ids):
 
 
 @pytest.mark.parametrize("slots", [None, 8])
-def test_corrupt_block_and_one_that_left_are_absent_until_they_are_stored_again(make, host, store, slots):
+def test_corrupt_block_is_absent_until_stored(make, host, store, slots):
     tier = make(slots=slots, absent_s=1e-6)
     save(tier, keys_of("abc"))
     store.values[b"a"] = b"bad"
@@ -199,7 +199,7 @@ def test_removal_without_a_job_is_reported(make, host, slots):
     assert tier.lookup([b"a"]) == 0
 
 
-def test_batch_that_raises_fails_whole_and_keeps_what_was_held(make, host, store):
+def test_raising_batch_fails_keeps_held_blocks(make, host, store):
     tier = make(slots=8)
     save(tier, keys_of("ab"))
     store.fail["get"] = OSError("the cable")
@@ -219,7 +219,7 @@ def test_lying_subclass_fails_the_batch(make, host, outcomes):
     assert tier.lookup(keys_of("ab")) == 0
 
 
-def test_thread_survives_whatever_is_raised_in_it_and_results_have_times(make, host):
+def test_thread_survives_anything_raised(make, host):
     tier = make(slots=8, num_threads=1)
     tier.put = lambda batch: (_ for _ in ()).throw(SystemExit(3))
     assert store_as_is(tier, [b"a"]).error == "SystemExit: 3"
@@ -244,7 +244,7 @@ def test_full_queue_is_refused_and_counted(make, host, store):
     assert tier.submit_store(4, keys_of("c"), [2])
 
 
-def test_long_key_and_refused_block_fail_without_an_error(make, host):
+def test_long_key_fails_without_an_error(make, host):
     tier = make(slots=8, max_key_bytes=2)
     assert store_as_is(tier, [b"a", b"long"]).failed == [b"long"]
     tier.put = lambda batch: [BlockOutcome.REFUSED] * len(batch.keys)
@@ -254,7 +254,7 @@ def test_long_key_and_refused_block_fail_without_an_error(make, host):
     assert tier.lookup([b"c"]) == 0
 
 
-def test_cancelled_batches_that_have_not_begun_fail_at_once(make, host, store):
+def test_cancelled_waiting_batches_fail_at_once(make, host, store):
     tier = make(slots=16, num_threads=1, max_batch_blocks=1)
     save(tier, keys_of("ab"))
     store.hold(lambda: tier.submit_store(2, [b"c"], [2]))
@@ -288,7 +288,7 @@ def test_loads_overtake_stores_that_have_not_begun(make, host, store):
 
 
 @pytest.mark.parametrize("slots", [None, 8])
-def test_reset_is_durable_and_waits_for_older_jobs_before_it_serves(make, host, store, slots):
+def test_reset_waits_for_older_jobs(make, host, store, slots):
     tier = make(slots=slots, num_threads=1)
     save(tier, keys_of("ab"))
     hung = threading.Event()
@@ -314,7 +314,7 @@ def test_reset_is_durable_and_waits_for_older_jobs_before_it_serves(make, host, 
     assert save(tier, keys_of("c"), 4).done == [b"c"]
 
 
-def test_reset_that_fails_is_tried_again_and_serves_nothing_meanwhile(make, host, store, monkeypatch):
+def test_failed_reset_serves_nothing_until_retried(make, host, store, monkeypatch):
     monkeypatch.setattr(lifecycle, "RETRY_S", 0.005)
     tier = make(slots=8)
     save(tier, keys_of("ab"))
@@ -330,7 +330,7 @@ def test_reset_that_fails_is_tried_again_and_serves_nothing_meanwhile(make, host
     assert save(tier, keys_of("ab"), 3).done == keys_of("ab")
 
 
-def test_store_before_a_reset_does_not_count_after_it(make, host, store):
+def test_store_before_reset_does_not_count(make, host, store):
     tier = make(num_threads=1)
     store.hold(lambda: tier.submit_store(1, [b"a"], [0]))
     tier.reset()
@@ -358,7 +358,7 @@ def test_counters_do_not_go_back_at_a_reset(make, host, store):
     assert seqs == sorted(set(seqs))
 
 
-def test_error_of_open_is_raised_or_becomes_the_reason(make, host, store):
+def test_error_of_open_becomes_the_reason(make, host, store):
     store.fail["open"] = OSError("no such server")
     with pytest.raises(OSError, match="no such server"):
         make(slots=8)
@@ -369,7 +369,7 @@ def test_error_of_open_is_raised_or_becomes_the_reason(make, host, store):
     assert tier.lookup([b"a"]) == 0
 
 
-def test_start_that_fails_and_batch_that_hangs_close_the_medium_once(make, host, store, monkeypatch):
+def test_failed_start_closes_medium_once(make, host, store, monkeypatch):
     closed = []
     monkeypatch.setattr(StoreTier, "close", lambda tier: closed.append(tier))
     with pytest.raises(ValueError, match="are not one slot for each"):
@@ -384,7 +384,7 @@ def test_start_that_fails_and_batch_that_hangs_close_the_medium_once(make, host,
     until(lambda: len(closed) == 2)
 
 
-def test_what_was_found_is_announced_once_in_pieces_without_what_left(make, host, monkeypatch):
+def test_blocks_at_start_are_announced_once(make, host, monkeypatch):
     monkeypatch.setattr(job_tier, "MAX_STEP_BLOCKS", 3)
     tier = make(slots=5, found=keys_of("abcde"))
     assert [(result.job_id, result.done) for result in tier.get_finished()] == [(None, keys_of("abc"))]
@@ -393,7 +393,7 @@ def test_what_was_found_is_announced_once_in_pieces_without_what_left(make, host
     assert [key for result in reported if result.job_id is None for key in result.done] == []
 
 
-def test_existence_is_asked_for_in_one_batch_and_remembered(make, store):
+def test_existence_is_asked_once_in_batches(make, store):
     store.values.update({b"a": b"", b"b": b""})
     tier = make(absent_s=10.0)
     assert tier.lookup(keys_of("abc")) is None
@@ -403,7 +403,7 @@ def test_existence_is_asked_for_in_one_batch_and_remembered(make, store):
     assert store.queries == [keys_of("abc")]
 
 
-def test_existence_query_that_hangs_counts_as_absent_after_its_deadline(make, store):
+def test_hung_existence_query_counts_as_absent(make, store):
     store.values[b"a"] = b""
     tier = make(query_deadline_s=0.02)
     store.gate.clear()
@@ -428,7 +428,7 @@ def test_existence_query_that_fails_counts_as_absent(make, store, answer):
     assert tier.stats().io_errors == 1
 
 
-def test_existence_is_remembered_for_a_bounded_time_and_number_of_keys(monkeypatch):
+def test_existence_is_remembered_within_bounds(monkeypatch):
     cache = ExistenceCache(held_s=10, absent_s=1, deadline_s=5, max_keys=3)
     cache.learn(keys_of("ab"), True, 0.0)
     cache.learn(keys_of("c"), False, 0.0)
@@ -465,7 +465,7 @@ def test_memory_tier_comes_from_a_configuration(host):
 
 
 @pytest.mark.parametrize("name", ["cut", "on_stored", "on_loaded", "on_used", "mark_reset", "maintain", "close"])
-def test_hook_that_raises_costs_no_job_and_no_slot(make, host, name):
+def test_raising_hook_costs_no_job(make, host, name):
     tier = make(slots=4)
     setattr(tier, name, lambda *args: (_ for _ in ()).throw(RuntimeError("bug")))
     for job_id, text in enumerate(("abcd", "efgh", "ab"), 1):
@@ -481,13 +481,13 @@ def test_hook_that_raises_costs_no_job_and_no_slot(make, host, name):
 
 
 @pytest.mark.parametrize("groups", [[[0], [0, 1]], [[0]], [[0, 1, 2]], 5, [3], [["a"]]])
-def test_cut_that_does_not_name_each_block_once_is_replaced(make, host, groups):
+def test_incomplete_cut_is_replaced(make, host, groups):
     tier = make(slots=4)
     tier.cut = lambda slots, num_blocks: groups
     assert save(tier, keys_of("ab")).done == keys_of("ab")
 
 
-def test_manager_sends_no_more_than_a_tier_takes_and_loses_nothing_for_it():
+def test_manager_sends_what_tier_takes():
     keys = [bytes([number]) * 8 for number in range(12)]
     store = Store()
     for warm in (False, True):
@@ -510,7 +510,7 @@ def test_manager_sends_no_more_than_a_tier_takes_and_loses_nothing_for_it():
         manager.shutdown()
 
 
-def test_breaker_goes_from_closed_to_open_to_half_open_and_back():
+def test_breaker_opens_half_opens_and_closes():
     breaker = Direction("reads", 1, max_failures=2, pause_s=10.0)
     assert (breaker.state, breaker.allows(0.0)) == ("closed", True)
     assert not breaker.record_failure(0.0)
@@ -548,6 +548,6 @@ def test_queries_go_before_loads_and_loads_before_stores():
     assert order_of(("store", STORE), ("load", LOAD), ("query", QUERY)) == ["query", "load", "store"]
 
 
-def test_loads_without_an_end_do_not_keep_a_store_for_ever():
+def test_endless_loads_do_not_starve_store():
     loads = [(f"load {i}", LOAD) for i in range(3 * STORE_TURN)]
     assert order_of(("store", STORE), *loads).index("store") < STORE_TURN

@@ -90,7 +90,7 @@ def test_stored_block_goes_down_and_stays_readable():
     assert bench.events() == [("CPU", False, [b"a"]), ("MANUAL", False, [b"a"])]
 
 
-def test_block_comes_back_and_is_held_until_it_is_loaded():
+def test_promoted_block_is_held_until_loaded():
     bench = Bench().on_tier(b"a")
     context = ReqContext()
     assert bench.asked(b"a", context) == (None, 1, True)
@@ -110,7 +110,7 @@ def test_block_comes_back_and_is_held_until_it_is_loaded():
     assert bench.manager.tier_stats()[0].promoted_blocks == 1
 
 
-def test_absent_block_is_coming_once_the_engine_stores_it():
+def test_absent_block_is_coming_once_stored():
     bench, context = Bench(), ReqContext()
     assert bench.asked(b"a", context) == (False, 0, False)
     bench.manager.prepare_store([b"a"])
@@ -124,7 +124,7 @@ def test_absent_block_is_coming_once_the_engine_stores_it():
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_run_goes_through_both_media_and_promotions_of_a_step_are_one_job(at_once):
+def test_run_over_media_is_one_job(at_once):
     bench = Bench(num_blocks=4).on_tier(b"a", b"b")
     bench.store(b"c")
     bench.step()
@@ -137,7 +137,7 @@ def test_run_goes_through_both_media_and_promotions_of_a_step_are_one_job(at_onc
     assert bench.manager.lookup(keys_of("abcx"), context) == 3
 
 
-def test_two_requests_share_one_promotion_and_both_hold_it():
+def test_two_requests_share_one_promotion():
     bench = Bench().on_tier(b"a")
     first, second = ReqContext("1"), ReqContext("2")
     assert bench.ask(b"a", context=first) is None
@@ -163,7 +163,7 @@ def test_promotion_that_does_not_fit_is_cut():
 
 
 @pytest.mark.parametrize(("error", "num_ready"), [("broken", 0), ("", 1)])
-def test_promotion_that_fails_or_is_never_loaded_leaves_nothing(error, num_ready):
+def test_failed_promotion_leaves_nothing(error, num_ready):
     bench = Bench(deadline_s=2.0).on_tier(b"a")
     context = ReqContext()
     bench.ask(b"a", context=context)
@@ -176,7 +176,7 @@ def test_promotion_that_fails_or_is_never_loaded_leaves_nothing(error, num_ready
     assert bench.manager.stats().num_referenced == 0
 
 
-def test_lost_promotion_is_a_miss_after_the_deadline_and_its_slot_stays_taken():
+def test_lost_promotion_is_miss_after_deadline():
     bench = Bench(deadline_s=2.0).on_tier(b"a")
     context = ReqContext()
     bench.ask(b"a", context=context)
@@ -207,7 +207,7 @@ def test_slow_tier_drops_stores_and_counts_them():
     assert bench.manager.tier_stats()[0].dropped_blocks == 2
 
 
-def test_breaker_opens_after_failures_and_one_job_tries_again(caplog):
+def test_breaker_tries_one_job_after_failures(caplog):
     caplog.set_level("INFO", "kvcache")
     bench = Bench(max_failures=2, pause_s=10.0, num_tier_blocks=8)
     for key in keys_of("ab"):
@@ -245,7 +245,7 @@ def test_block_is_written_on_its_nth_use(num_uses):
     assert bench.manager.tier_stats()[0].dropped_blocks == 0
 
 
-def test_reset_counts_the_uses_of_an_open_request_afresh():
+def test_reset_counts_open_requests_uses_afresh():
     bench = Bench(write_policy="write_through_selective", num_uses=2)
     context = ReqContext()
     bench.store(b"a", context=context)
@@ -256,7 +256,7 @@ def test_reset_counts_the_uses_of_an_open_request_afresh():
     assert bench.jobs() == [(False, [b"a"])]
 
 
-def test_uses_of_blocks_that_left_are_forgotten_in_time_that_does_not_grow():
+def test_uses_of_gone_blocks_are_forgotten():
     num_blocks = 20_000
     manager = TieredOffloadingManager(
         16, num_blocks, [(ManualTier(8), TierConfig(write_policy="write_through_selective", num_uses=9))]
@@ -278,7 +278,7 @@ def served(bench, text):
     bench.manager.on_request_finished(context)
 
 
-def test_least_recently_used_blocks_are_written_before_they_leave():
+def test_oldest_blocks_are_written_before_eviction():
     bench = Bench(num_blocks=4, write_policy="write_back")
     served(bench, "abc")
     bench.step()
@@ -295,7 +295,7 @@ def test_least_recently_used_blocks_are_written_before_they_leave():
     assert bench.manager.tier_stats()[0].dropped_blocks == 0
 
 
-def test_burst_loses_unwritten_blocks_counts_them_and_is_foreseen_the_next_time():
+def test_burst_that_loses_blocks_is_foreseen():
     bench = Bench(num_blocks=8, num_tier_blocks=64, write_policy="write_back", max_store_blocks=8)
     served(bench, "abcdefgh")
     bench.step()
@@ -307,7 +307,7 @@ def test_burst_loses_unwritten_blocks_counts_them_and_is_foreseen_the_next_time(
     assert bench.manager.tier_stats()[0].dropped_blocks == 2
 
 
-def test_reset_waits_for_what_is_in_flight_and_is_empty_at_once():
+def test_reset_is_empty_before_jobs_end():
     bench = Bench().on_tier(b"a")
     bench.ask(b"a")
     bench.store(b"b")
@@ -326,7 +326,7 @@ def test_reset_waits_for_what_is_in_flight_and_is_empty_at_once():
 
 
 @pytest.mark.parametrize("is_load", [True, False])
-def test_reset_does_not_wait_for_a_tier_that_hangs_and_keeps_its_slot(is_load):
+def test_reset_does_not_await_hung_tier(is_load):
     bench = Bench().on_tier(b"a")
     if is_load:
         bench.manager.lookup(b"a", ReqContext())
@@ -415,14 +415,14 @@ def test_retention_hints_lapse_by_the_managers_clock():
     assert store(b"last", Retention(1, 10)) == [b"kept"]
 
 
-def test_what_a_tier_found_or_lost_by_itself_is_an_event():
+def test_tiers_own_changes_are_events():
     bench = Bench()
     bench.tier.get_finished = lambda: [TierResult(None, keys_of("ab")), TierResult(None, removed=keys_of("a"))]
     bench.manager.on_schedule_end()
     assert bench.events() == [("MANUAL", False, keys_of("ab")), ("MANUAL", True, keys_of("a"))]
 
 
-def test_reset_with_an_overdue_job_withholds_its_slots_and_no_others():
+def test_reset_withholds_only_overdue_slots():
     """Its cost is that of the job, not of the pool: no slot is reserved to keep the others apart."""
     bench = Bench(num_blocks=1000, num_tier_blocks=2000, max_store_blocks=3)
     bench.store(*(b"%d" % i for i in range(1000)))
@@ -443,7 +443,7 @@ def test_reset_with_an_overdue_job_withholds_its_slots_and_no_others():
     assert bench.manager.stats().num_free == 3
 
 
-def test_promotion_under_gittins_is_no_use_until_the_request_loads_its_blocks():
+def test_promotion_under_gittins_is_no_use():
     bench = Bench(4, 16, cache_policy="gittins")
     policy = bench.manager.policy
     bench.store(b"a", b"b", context=ReqContext())
@@ -464,7 +464,7 @@ def test_promotion_under_gittins_is_no_use_until_the_request_loads_its_blocks():
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_is_coming_block_of_an_overdue_job_or_during_a_reset_is_false(is_reset):
+def test_overdue_block_is_not_coming(is_reset):
     bench, context = Bench().on_tier(b"a"), ReqContext()
     bench.ask(b"a", context=context)
     if is_reset:

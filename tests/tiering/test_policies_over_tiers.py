@@ -66,7 +66,7 @@ def test_hits_with_tier_are_at_least_hits_without(policy):
     assert hits_over_tier(policy)[0] >= alone.hit_blocks
 
 
-def test_gittins_over_tier_hits_as_much_as_lru_and_more_from_memory():
+def test_gittins_over_tier_hits_like_lru():
     hits, memory_hits = hits_over_tier("gittins")
     lru_hits, lru_memory_hits = hits_over_tier("lru")
 
@@ -74,7 +74,7 @@ def test_gittins_over_tier_hits_as_much_as_lru_and_more_from_memory():
     assert memory_hits > lru_memory_hits
 
 
-def test_default_policy_over_disk_tier_loads_what_host_memory_cannot_keep(tmp_path):
+def test_default_policy_over_disk_loads_evicted(tmp_path):
     clock = ReplayClock()
     host_blocks = plain_host_blocks(HOST_BLOCKS, BLOCK_BYTES)
     below = DiskChoice(tmp_path / "disk", TIER_BLOCKS * 2 * BLOCK_BYTES)
@@ -91,7 +91,7 @@ def test_default_policy_over_disk_tier_loads_what_host_memory_cannot_keep(tmp_pa
     assert stats.promoted_blocks > 0
 
 
-def test_promotion_over_full_host_memory_brings_every_wanted_block():
+def test_promotion_over_full_memory_brings_blocks():
     clock = ReplayClock()
     manager = SimulatedTieredManager(16, 100, [1000], "gittins", clock=clock)
     prompts = [[b"%d %d" % (i, j) for j in range(60)] for i in range(10)]
@@ -111,7 +111,7 @@ def test_promotion_over_full_host_memory_brings_every_wanted_block():
     assert manager.simulated[0].stored_blocks == 600
 
 
-def test_replay_over_faulty_simulated_tier_ends_with_an_error(monkeypatch):
+def test_replay_over_faulty_tier_ends(monkeypatch):
     monkeypatch.setattr("kvcache.lab.simulate.simulated_tier._MOST_STEPS", 100)
     monkeypatch.setattr(SimulatedTier, "submit_store", lambda *_: 1 / 0)
     clock = ReplayClock()
@@ -132,7 +132,7 @@ def replayed_trace(manager, trace_path, num_requests):
     return replay.tally
 
 
-def test_host_over_disk_hits_as_much_as_one_memory_cache(shared, tmp_path):
+def test_host_over_disk_hits_like_memory(shared, tmp_path):
     path = shared / "traces" / "mooncake_conversation.jsonl"
     whole = replayed_trace(CPUOffloadingManager(512, NUM_HOST + NUM_DISK), path, NUM_REQUESTS)
     disk = DiskChoice(tmp_path / "tier", capacity_for(NUM_DISK, BLOCK_BYTES))

@@ -162,7 +162,7 @@ def test_clock_that_fails_reaches_nobody(answer, is_for_good):
         day.check()
 
 
-def test_clock_that_stops_is_replaced_so_that_deadlines_pass(monkeypatch):
+def test_stopped_clock_is_replaced(monkeypatch):
     from kvcache.tiering import manager as module
 
     day = Day()
@@ -175,7 +175,7 @@ def test_clock_that_stops_is_replaced_so_that_deadlines_pass(monkeypatch):
     assert clock() - before_s >= 6.9
 
 
-def test_tier_whose_reset_raises_serves_nothing_until_one_works():
+def test_raising_reset_serves_nothing():
     day = Day()
     day.serve("abc")
     day.serve("def")
@@ -208,7 +208,7 @@ def test_impossible_answer_of_a_look_up_finds_nothing(answer):
     assert controller.stats().tier.last_error == f"lookup returned {answer!r} for 4 keys"
 
 
-def test_direction_whose_blocks_are_stuck_gets_no_job_until_they_end():
+def test_stuck_direction_gets_no_job():
     tier = ManualTier(8)
     config = TierConfig(max_store_blocks=4, pause_s=1.0, deadline_s=5.0)
     controller = TierController(tier, config, 16, 1, HostBudget(16))

@@ -100,7 +100,7 @@ def test_zstd_gives_the_same_bytes_in_fewer():
 
 
 @pytest.mark.parametrize("is_disk", [False, True])
-def test_block_that_does_not_compress_is_refused_and_its_neighbours_are_stored(tmp_path, is_disk):
+def test_incompressible_block_is_refused_alone(tmp_path, is_disk):
     if is_disk:
         pytest.importorskip("xxhash")
     host = compressible(8)
@@ -169,7 +169,7 @@ def test_fp8_blocks_come_back_alike_every_time():
 
 
 @pytest.mark.parametrize("at", [0, 8, 20, 40, 3000])
-def test_damage_of_what_is_stored_is_a_counted_miss(at):
+def test_damaged_value_is_a_counted_miss(at):
     host = compressible(4)
 
     class DamagingTier(MemoryTier):
@@ -193,7 +193,7 @@ def test_damage_of_what_is_stored_is_a_counted_miss(at):
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_codec_job_of_more_blocks_than_rows_comes_back_whole(num_threads):
+def test_codec_job_beyond_rows_is_whole(num_threads):
     host = np.concatenate([compressible(40)] * 5)
     keys = [b"codec-%03d" % number for number in range(200)]
     tier = MemoryTier(256, host, codec=InvertingCodec(host.shape[1]), num_threads=num_threads)
@@ -206,7 +206,7 @@ def test_codec_job_of_more_blocks_than_rows_comes_back_whole(num_threads):
     tier.shutdown()
 
 
-def test_codec_that_raises_fails_the_job_and_keeps_the_tier():
+def test_raising_codec_fails_the_job_only():
     host = compressible(4)
 
     class RaisingCodec(InvertingCodec):
@@ -226,7 +226,7 @@ def test_codec_that_raises_fails_the_job_and_keeps_the_tier():
     tier.shutdown()
 
 
-def test_codec_row_has_the_format_that_older_versions_wrote():
+def test_codec_row_keeps_its_old_format():
     host = np.arange(4096, dtype=np.uint16).view(np.uint8).reshape(1, 8192).copy()
     tier = MemoryTier(1, host, codec=InvertingCodec(8192))
     assert store_as_is(tier, [b"key"]).done == [b"key"]
@@ -295,7 +295,7 @@ class PackingCodec(Codec):
         block[:] = bytes(len(block)) if self.is_wrong else zlib.decompress(code)
 
 
-def test_codec_row_depends_on_its_block_alone_and_is_verified():
+def test_codec_row_depends_on_block_alone():
     rng, codec = np.random.default_rng(3), PackingCodec()
     host = np.zeros((4, 512), np.uint8)
     for i, length in enumerate((500, 60, 300, 8)):

@@ -76,7 +76,7 @@ def test_restart_after_slots_were_reused(bench):
     assert sorted(load(tier, held).done) == sorted(held)
 
 
-def test_key_named_by_two_slots_is_found_in_the_later_one(bench):
+def test_key_in_two_slots_prefers_later(bench):
     tier = bench.open(num_blocks=4)
     store(tier, bench.keys(1))
     tier._store.table.write(3, [99], bench.keys(1), [int(tier._store.table.checksums[0])], tier._current[1])
@@ -90,7 +90,7 @@ def test_key_named_by_two_slots_is_found_in_the_later_one(bench):
 
 
 @pytest.mark.parametrize("damage", ["flip", "zero", "swap", "truncate"])
-def test_bad_block_is_a_counted_miss_and_never_served(bench, tmp_path, damage):
+def test_bad_block_is_a_counted_miss(bench, tmp_path, damage):
     tier = bench.open(num_blocks=4)
     store(tier, bench.keys(0, 1, 2, 3))
     with (tmp_path / "tier" / "data").open("r+b") as file:
@@ -158,7 +158,7 @@ def test_growing_and_shrinking_keep_what_fits(bench, tmp_path):
     assert directory_bytes(tmp_path / "tier") <= capacity_for(5, BLOCK_BYTES)
 
 
-def test_second_writer_is_refused_and_a_reader_is_not(bench):
+def test_second_writer_is_refused_not_reader(bench):
     tier = bench.open()
     store(tier, bench.keys(1, 2))
     with pytest.raises(TierDirectoryError, match=f"is in use by process {os.getpid()} on "):
@@ -171,7 +171,7 @@ def test_second_writer_is_refused_and_a_reader_is_not(bench):
     assert load(tier, bench.keys(1, 2)).failed == []
 
 
-def test_recency_of_any_bytes_costs_order_and_nothing_else(bench, tmp_path):
+def test_damaged_recency_costs_order_only(bench, tmp_path):
     bench.leave(0, 1, 2, num_blocks=4)
     (tmp_path / "tier" / "recency").write_bytes(b"\xff" * 4 * 16)
     tier = bench.open(num_blocks=4)
@@ -181,7 +181,7 @@ def test_recency_of_any_bytes_costs_order_and_nothing_else(bench, tmp_path):
     assert sorted(load(tier, bench.keys(1, 2, 3, 4)).done) == bench.keys(1, 2, 3, 4)
 
 
-def test_disk_too_small_is_an_error_at_start_and_is_not_filled(bench, tmp_path, monkeypatch):
+def test_disk_too_small_fails_at_start(bench, tmp_path, monkeypatch):
     class AlmostFull:
         f_bavail, f_frsize = 3, 4096
 
@@ -213,7 +213,7 @@ def test_disk_too_small_is_an_error_at_start_and_is_not_filled(bench, tmp_path, 
         ("recency", None, 5),
     ],
 )
-def test_file_that_was_cut_costs_what_it_lost_and_nothing_else(bench, tmp_path, caplog, name, length, kept, read_only):
+def test_cut_file_costs_its_blocks_only(bench, tmp_path, caplog, name, length, kept, read_only):
     tier = bench.open(num_blocks=8)
     for key in range(5):
         store(tier, bench.keys(key))
@@ -331,7 +331,7 @@ def test_removed_folder_makes_the_tier_quiet(bench, tmp_path, is_moved, caplog):
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4096, 5000, 2 << 20])
-def test_capacity_covers_the_files_and_extents_of_every_slot(block_bytes):
+def test_capacity_covers_every_slots_extent(block_bytes):
     # ext4 keeps 12 bytes for each extent, and at worst every slot is one.
     capacity = 1 << 40
     num_slots = num_slots_within(capacity, block_bytes)

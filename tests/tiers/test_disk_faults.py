@@ -34,7 +34,7 @@ def raiser(error):
     return fail
 
 
-def test_reset_is_reported_only_once_header_and_directory_are_synced(bench, monkeypatch):
+def test_reset_is_reported_once_synced(bench, monkeypatch):
     tier = bench.open()
     store(tier, bench.keys(0, 1))
     calls = []
@@ -98,7 +98,7 @@ def test_files_of_another_model_are_not_served(bench, tmp_path, names):
     assert tier.lookup(bench.keys(0)) == 0
 
 
-def test_data_of_another_model_under_own_records_is_not_served(bench, tmp_path):
+def test_data_of_other_model_is_refused(bench, tmp_path):
     for name in ("a", "b"):
         bench.leave(*range(8), path=tmp_path / name, fingerprint={"model": name})
     assert (tmp_path / "a" / "data").read_bytes() == (tmp_path / "b" / "data").read_bytes()
@@ -115,7 +115,7 @@ def open_when_released(monkeypatch):
     return released
 
 
-def test_tier_on_a_mount_that_hangs_is_there_and_unavailable(bench, monkeypatch, caplog):
+def test_tier_on_hung_mount_is_unavailable(bench, monkeypatch, caplog):
     released = open_when_released(monkeypatch)
     tier = bench.open(open_timeout_s=0.05)
     assert tier.stats().unavailable_reason == "opening"
@@ -130,7 +130,7 @@ def test_tier_on_a_mount_that_hangs_is_there_and_unavailable(bench, monkeypatch,
     assert load(tier, keys).done == keys
 
 
-def test_reset_before_the_directory_is_open_is_not_forgotten(bench, monkeypatch):
+def test_reset_before_open_is_not_forgotten(bench, monkeypatch):
     bench.leave(0)
     released = open_when_released(monkeypatch)
     tier = bench.open(open_timeout_s=0.02)
@@ -155,7 +155,7 @@ def test_tier_that_never_opens_can_be_shut_down(bench, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["fifo", "device", "socket", "link", "directory"])
-def test_what_is_no_regular_file_is_refused_at_once(bench, tmp_path, name, kind):
+def test_irregular_file_is_refused_at_once(bench, tmp_path, name, kind):
     bench.leave(0)
     path = bench.path / name
     path.rename(tmp_path / "original")
@@ -213,7 +213,7 @@ def test_directory_and_files_are_the_owners_alone(bench):
     assert inspect_tier(bench.path).shared_names == []
 
 
-def test_modes_of_an_existing_directory_are_mended_by_its_writer(bench):
+def test_writer_repairs_modes_of_directory(bench):
     bench.open().shutdown()
     bench.path.chmod(0o755)
     for name in FILES:
@@ -226,7 +226,7 @@ def test_modes_of_an_existing_directory_are_mended_by_its_writer(bench):
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "data", "records"])
-def test_directory_of_something_else_is_left_as_it_was(bench, name):
+def test_foreign_directory_is_left_unchanged(bench, name):
     bench.path.mkdir(mode=0o755)
     bench.path.chmod(0o755)
     (bench.path / name).write_text("precious")
@@ -337,7 +337,7 @@ def test_short_reads_and_writes_are_gone_on_with(bench, monkeypatch, block_bytes
     assert (sorted(result.done), tier.stats().corrupt_blocks) == (keys, 0)
 
 
-def test_two_top_bits_that_flip_in_a_record_break_its_seal(bench):
+def test_two_flipped_bits_break_the_seal(bench):
     bench.leave(0, 1, 2, 3)
     records = bytearray((bench.path / "records").read_bytes())
     # The highest bytes of two words of the first record: the last of the key's words, and one before it.
@@ -380,7 +380,7 @@ def test_less_than_an_aligned_piece_is_moved_again(bench, monkeypatch):
         (threading.Thread, "start", RuntimeError("can't start new thread"), "can't start new thread"),
     ],
 )
-def test_failed_open_names_the_cause_and_gives_the_lock_back(bench, monkeypatch, owner, name, error, message):
+def test_failed_open_releases_the_lock(bench, monkeypatch, owner, name, error, message):
     bench.open().shutdown()
     monkeypatch.setattr(owner, name, raiser(error))
     with pytest.raises(RuntimeError if name == "start" else TierDirectoryError, match=message) as caught:
@@ -393,7 +393,7 @@ def test_failed_open_names_the_cause_and_gives_the_lock_back(bench, monkeypatch,
     del caught
 
 
-def test_forked_child_does_not_keep_the_lock_and_its_end_leaves_the_parents_alone(bench):
+def test_forked_child_does_not_keep_lock(bench):
     tier = bench.open()
     if not (child := os.fork()):
         os._exit(0)
@@ -415,7 +415,7 @@ def test_forked_child_does_not_keep_the_lock_and_its_end_leaves_the_parents_alon
         os.waitpid(child, 0)
 
 
-def test_child_of_a_killed_writer_does_not_keep_the_lock(bench):
+def test_child_of_killed_writer_frees_lock(bench):
     code = (
         "import os, sys, time, numpy as np\n"
         "from kvcache.tiers.disk.tier import DiskTier\n"
@@ -436,7 +436,7 @@ def test_child_of_a_killed_writer_does_not_keep_the_lock(bench):
 
 
 @pytest.mark.parametrize("seq", [(1 << 64) - 1, (1 << 63) - 1, 1 << 62])
-def test_record_with_the_largest_seq_costs_order_and_nothing_else(bench, seq):
+def test_largest_seq_costs_order_only(bench, seq):
     tier = bench.open(num_blocks=4)
     store(tier, bench.keys(0, 1))
     check = int(tier._store.table.checksums[0])
@@ -491,7 +491,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_header_of_any_bytes_is_one_kind_of_error(bench, name):
+def test_any_header_raises_one_error(bench, name):
     bench.leave(0)
     header = HEADERS[name]
     if isinstance(header, bytes):
@@ -555,7 +555,7 @@ def test_corrupt_blocks_are_warned_of_once_a_minute(bench, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])
-def test_failing_moves_are_warned_of_and_stores_said_until_one_succeeds(bench, monkeypatch, caplog, number):
+def test_failing_moves_warn_until_one_succeeds(bench, monkeypatch, caplog, number):
     tier = bench.open()
     store(tier, bench.keys(0))
     monkeypatch.setattr(os, "preadv", raiser(number))
@@ -574,7 +574,7 @@ def test_failing_moves_are_warned_of_and_stores_said_until_one_succeeds(bench, m
     assert tier.stats().unavailable_reason == ""
 
 
-def test_directory_that_cannot_be_looked_at_for_a_while_is_not_taken_for_removed(bench, monkeypatch):
+def test_unreadable_directory_is_not_removed(bench, monkeypatch):
     tier = bench.open(flush_interval_s=0.01)
     store(tier, bench.keys(0))
     monkeypatch.setattr(directory_module.Path, "stat", raiser(errno.EIO))
@@ -584,7 +584,7 @@ def test_directory_that_cannot_be_looked_at_for_a_while_is_not_taken_for_removed
     assert load(tier, bench.keys(0)).done == bench.keys(0)
 
 
-def test_unavailable_reason_of_a_directory_that_may_not_be_searched_is_the_error(bench, monkeypatch):
+def test_unsearchable_directory_is_the_reason(bench, monkeypatch):
     monkeypatch.setattr(directory_module.Path, "iterdir", raiser(errno.EACCES))
     assert "Permission denied" in DiskTier.unavailable_reason(DiskOptions(path=str(bench.path), capacity=1 << 20))
 

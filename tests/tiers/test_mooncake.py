@@ -122,9 +122,7 @@ def test_damaged_values_are_counted_misses_that_are_removed(shared_store, opened
     assert sorted(load(tier, KEYS[:6], job_id=4).done) == KEYS[:6]
 
 
-def test_bad_value_that_cannot_be_removed_is_reported_beside_good_blocks(
-    shared_store, opened, client, monkeypatch, caplog, tmp_path
-):
+def test_unremovable_bad_value_is_reported(shared_store, opened, client, monkeypatch, caplog, tmp_path):
     tier = open_tier(opened, shared_store.master, salt=str(tmp_path))
     store_until_done(tier, KEYS[:2])
     assert client.native.remove(tier.name_of(KEYS[0]), True) == 0
@@ -144,7 +142,7 @@ def test_batch_waits_a_bounded_time_for_the_client(shared_store, opened, tmp_pat
     assert (result.done, "other batches kept the client for 0.01 s" in result.error) == ([], True)
 
 
-def test_epoch_that_the_store_lost_is_not_announced_again(shared_store, opened, client, tmp_path):
+def test_lost_epoch_is_not_announced_again(shared_store, opened, client, tmp_path):
     salt = str(tmp_path)
     before, after = (open_tier(opened, shared_store.master, salt=salt) for _ in range(2))
     store_until_done(before, KEYS[:1])
@@ -181,7 +179,7 @@ def test_soft_pins_and_replicas_are_asked_for(make_store, opened):
     until(is_replicated)
 
 
-def test_master_that_is_down_at_the_start_is_used_once_it_runs(make_store, opened):
+def test_late_master_is_used(make_store, opened):
     late = make_store()
     late.kill_master()
     tier = open_tier(opened, late.master)
@@ -194,7 +192,7 @@ def test_master_that_is_down_at_the_start_is_used_once_it_runs(make_store, opene
 
 
 @pytest.mark.parametrize("stopped", ["master", "node"])
-def test_load_from_a_stopped_process_fails_and_leaves_interpreter_and_host_blocks_alone(make_store, opened, stopped):
+def test_load_from_stopped_process_fails(make_store, opened, stopped):
     fresh = make_store()
     pid = {"node": fresh.start_node().pid, "master": fresh.process.pid}[stopped]
     tier = open_tier(opened, fresh.master)
@@ -230,7 +228,7 @@ def calls(monkeypatch):
     return calls
 
 
-def test_client_is_kept_for_the_next_tier_and_never_closed(make_store, opened, calls):
+def test_client_is_kept_for_next_tier(make_store, opened, calls):
     fresh = make_store("64MB")
     tier = open_tier(opened, fresh.master)
     store_until_done(tier, KEYS[:4])
@@ -245,7 +243,7 @@ def test_client_is_kept_for_the_next_tier_and_never_closed(make_store, opened, c
     assert calls == ["setup", "setup"]
 
 
-def test_client_never_connects_to_a_master_that_does_not_answer(make_store, opened, calls):
+def test_silent_master_gets_no_client(make_store, opened, calls):
     fresh = make_store("64MB")
     stores.pause(fresh.process.pid)
     try:

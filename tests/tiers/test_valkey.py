@@ -78,7 +78,7 @@ class TestContract(StoreContract):
 
 
 @pytest.mark.parametrize("ttl_s", [None, 60.0])
-def test_block_that_another_engine_stored_is_not_sent_again(server, client, opened, ttl_s):
+def test_block_of_others_is_not_resent(server, client, opened, ttl_s):
     first = open_tier(opened, server.url, ttl_s=ttl_s)
     second = open_tier(opened, server.url, ttl_s=ttl_s)
     store(first, KEYS[:8])
@@ -121,7 +121,7 @@ def epoch_of(tier):
     return tier.store_name(b"").split(b":")[2]
 
 
-def test_resets_after_the_server_lost_its_memory_reach_different_epochs(server, opened):
+def test_resets_after_memory_loss_differ(server, opened):
     first, second = (open_tier(opened, server.url) for _ in range(2))
     own = {epoch_of(first)}
     # Engines that start on an empty server share an epoch.
@@ -146,7 +146,7 @@ def test_resets_after_the_server_lost_its_memory_reach_different_epochs(server, 
     assert epoch_of(open_tier(opened, server.url)) == epoch_of(first)
 
 
-def test_reset_that_failed_half_way_deletes_the_old_blocks_later(server, client, opened, monkeypatch):
+def test_half_failed_reset_deletes_later(server, client, opened, monkeypatch):
     monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
     tier = open_tier(opened, server.url)
     store(tier, KEYS[:4])
@@ -169,7 +169,7 @@ NUM_FORGED = 10_000
 
 @pytest.mark.slow
 @pytest.mark.parametrize("salt", ["", "0123456789abcdef"])
-def test_value_of_a_client_without_salt_and_fingerprint_is_never_accepted(server, client, opened, salt):
+def test_value_without_salt_is_never_accepted(server, client, opened, salt):
     tier = open_tier(opened, server.url, 512, fingerprint={"model": "m"}, salt=salt)
     store(tier, KEYS)
     old = {key: client.get(tier.store_name(key)) for key in KEYS}
@@ -216,7 +216,7 @@ def forged(name, key, own, old, way, dice):
     ][way]
 
 
-def test_password_may_come_from_the_environment_and_no_password_is_shown(make_server, opened, monkeypatch):
+def test_password_from_environment_is_not_shown(make_server, opened, monkeypatch):
     server = make_server("--requirepass", "sesame")
     with pytest.raises(ValueError, match="refuses the credentials") as raised:
         ValkeyTier(f"valkey://:opensesame@127.0.0.1:{server.port}", blocks())
@@ -227,7 +227,7 @@ def test_password_may_come_from_the_environment_and_no_password_is_shown(make_se
     assert "sesame" not in repr(tier)
 
 
-def test_server_that_is_down_at_the_start_is_used_once_it_runs(make_server, opened):
+def test_late_server_is_used(make_server, opened):
     server = make_server()
     server.kill()
     tier = open_tier(opened, server.url, timeout_s=0.5)
@@ -312,7 +312,7 @@ def test_slot_that_moves_to_another_server_is_followed(cluster, opened):
         client.close()
 
 
-def test_tls_server_must_be_signed_by_the_given_authority(make_server, opened, tmp_path):
+def test_tls_server_needs_given_authority(make_server, opened, tmp_path):
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("needs openssl")
@@ -335,7 +335,7 @@ def test_tls_server_must_be_signed_by_the_given_authority(make_server, opened, t
 
 
 @pytest.mark.slow
-def test_clear_of_a_server_refuses_clients_and_foreign_prefixes(server, client, run, monkeypatch):
+def test_clear_refuses_clients_and_foreign_prefixes(server, client, run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     client.mset({"kvcache:a:epoch": "1", "kvcache:a:1:x": "x", "kvcache:b:1:x": "x", "other": "stays"})
     url = f"valkey://127.0.0.1:{server.port}"

@@ -39,14 +39,14 @@ def write_cgroup(root, line, directory, names, *values):
     ],
     ids=["v2", "v1-at-the-root", "v1", "unlimited", "bad-limit", "no-usage", "odd-statistics", "bad-statistics"],
 )
-def test_cgroup_memory_is_the_limit_less_usage_without_page_cache(tmp_path, line, directory, names, values, left):
+def test_cgroup_memory_ignores_page_cache(tmp_path, line, directory, names, values, left):
     write_cgroup(tmp_path, line, directory, names, *values)
     source = f"{tmp_path}/sys/fs/cgroup/{directory}/{names[0]} = {values[0]}"
     assert memory._cgroup_memory(tmp_path) == (None if left is None else (left, source))
     assert memory._cgroup_memory(tmp_path / "nowhere") is None
 
 
-def test_cgroup_memory_of_two_levels_is_the_smaller_one(tmp_path):
+def test_cgroup_memory_is_smaller_of_levels(tmp_path):
     write_cgroup(tmp_path, "0::/a/b\n", "a/b", V2, "1000", "600", "inactive_file 0")
     write_cgroup(tmp_path, "0::/a/b\n", "a", V2, "900", "800", "")
     assert memory._cgroup_memory(tmp_path)[0] == 100
@@ -70,7 +70,7 @@ def test_check_memory_size_beyond_all_floats_raises():
         memory.check_memory(10**400)
 
 
-def test_pool_beyond_the_cgroup_limit_raises_with_the_limit(monkeypatch):
+def test_pool_beyond_cgroup_limit_raises(monkeypatch):
     monkeypatch.setattr(memory, "_cgroup_memory", lambda root: (1 << 20, "memory.max = 1048576"))
     with pytest.raises(ValueError, match=r"2097152 bytes .* 1048576 bytes .* are left by memory.max = 1048576"):
         HostPool(2, 1 << 20)

@@ -85,7 +85,7 @@ def test_store_then_load_brings_the_bytes_back(handlers, kv_caches):
         assert torch.equal(kv.tensor[10:13], old[[3, 1, 8]])
 
 
-def test_wait_returns_after_its_jobs_and_ignores_other_ids(handlers):
+def test_wait_returns_after_its_own_jobs(handlers):
     store, _ = handlers
     store.wait([])
     store.wait([1, 2])
@@ -97,7 +97,7 @@ def test_wait_returns_after_its_jobs_and_ignores_other_ids(handlers):
     store.wait([5])
 
 
-def test_jobs_of_one_direction_run_and_end_in_submission_order(busy):
+def test_jobs_run_in_submission_order(busy):
     handler, kv_caches, pool = busy
     for job_id in range(99, 0, -1):
         handler.transfer_async(job_id, spec_of([job_id % 64] * 40, range(40)))
@@ -125,7 +125,7 @@ def test_job_id_in_flight_is_refused(handlers):
         (1, spec_of([1, 2, 16], [1, 2, 3]), "got 16"),
     ],
 )
-def test_refused_job_moves_no_byte_and_later_jobs_run(handlers, pool, job_id, spec, message):
+def test_refused_job_moves_no_byte(handlers, pool, job_id, spec, message):
     store, load = handlers
     pool.tensor.fill_(7)
     with pytest.raises(ValueError, match=message):
@@ -144,12 +144,12 @@ def test_handlers_with_invalid_num_threads_raise(kv_caches, pool, num_threads):
         cpu_gpu_handlers(kv_caches, pool, num_threads=num_threads)
 
 
-def test_memory_of_a_tensor_with_handlers_cannot_be_resized(handlers, kv_caches):
+def test_tensor_with_handlers_cannot_be_resized(handlers, kv_caches):
     with pytest.raises(RuntimeError, match="not resizable"):
         kv_caches.tensors[0].tensor.untyped_storage().resize_(0)
 
 
-def test_memory_of_a_tensor_stays_while_it_is_copied(busy):
+def test_tensor_memory_stays_during_copy(busy):
     handler, kv_caches, pool = busy
     tensor = kv_caches.tensors[0].tensor
     first, last = tensor[0].clone(), tensor[63].clone()
@@ -187,7 +187,7 @@ def test_jobs_of_a_pool_without_owner_are_refused(handlers, pool):
     assert handlers[0].transfer_async(1, ONE)
 
 
-def test_shutdown_waits_for_jobs_whose_specs_have_changed_since(busy):
+def test_shutdown_waits_for_changed_jobs(busy):
     handler, kv_caches, pool = busy
     ids, host_ids = np.arange(64), np.arange(64)
     handler.transfer_async(1, spec_of(ids, host_ids))
@@ -266,7 +266,7 @@ for _ in range(30):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_a_cycle", [False, True])
-def test_a_handler_that_is_dropped_in_flight_ends_before_its_memory(request, in_a_cycle):
+def test_handler_dropped_in_flight_ends_first(request, in_a_cycle):
     # Disable automatic collections: one in another thread would leave no garbage for the explicit one.
     gc.disable()
     request.addfinalizer(gc.enable)
@@ -286,7 +286,7 @@ def test_a_handler_that_is_dropped_in_flight_ends_before_its_memory(request, in_
         assert blocks() is None
 
 
-def test_the_collector_leaves_the_pool_until_no_thread_copies(monkeypatch):
+def test_collector_spares_pool_during_copies(monkeypatch):
     # The collector empties every tensor in a cycle, even if it is referenced elsewhere, and maybe before the queue.
     class Mapping(mmap.mmap):
         pass
@@ -314,7 +314,7 @@ def test_the_collector_leaves_the_pool_until_no_thread_copies(monkeypatch):
     assert left == [set()]
 
 
-def test_copy_beside_a_thread_that_keeps_the_gil_ends(busy, switch_interval):
+def test_copy_beside_busy_python_ends(busy, switch_interval):
     handler, *_ = busy
     spec = spec_of(range(64), range(64))
     handler.transfer_async(0, spec)
@@ -347,7 +347,7 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_wait_leaves_its_work_to_the_threads(busy):
+def test_interrupted_wait_leaves_its_work(busy):
     handler, *_ = busy
 
     def interrupt(*_):
@@ -416,7 +416,7 @@ def test_results_taken_by_another_thread_are_whole(kv_caches, pool, take_in_thre
     assert take_in_threads(handler, num_jobs=3000, num_takers=1) == list(range(1, 3001))
 
 
-def test_a_fork_gets_an_error_instead_of_a_hang(kv_caches, pool):
+def test_fork_gets_error_instead_of_hang(kv_caches, pool):
     queue = CopyQueue(KVGeometry(kv_caches, pool).compiled, True)
     one = np.array([1])
     pid = os.fork()
@@ -465,7 +465,7 @@ assert used > 0.02 * seconds, (used, seconds)
     run_script(64, 1 << 20, code)
 
 
-def test_ten_thousand_jobs_in_flight_hold_no_more_than_their_specs():
+def test_many_jobs_hold_only_their_specs():
     num_ids = 2000
     spec = spec_of([0] * num_ids, [0] * num_ids)
     handler = CPUCopyHandler(KVGeometry(layered(4, 1, 32), HostPool(4, 32, pin=False)), True, 1, inline_bytes=-1)
@@ -534,7 +534,7 @@ class MinimalHandler(OffloadingHandler):
     transfer_async = get_finished = wait = lambda *arguments: True
 
 
-def test_worker_reports_a_handler_that_raises_as_a_failed_job(worker):
+def test_raising_handler_is_a_failed_job(worker):
     broken = BrokenHandler()
     broken.get_finished = list
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, broken)
@@ -543,7 +543,7 @@ def test_worker_reports_a_handler_that_raises_as_a_failed_job(worker):
     assert worker.get_finished() == []
 
 
-def test_worker_result_that_cannot_be_counted_costs_no_other_result(worker, caplog):
+def test_uncountable_result_costs_no_other(worker, caplog):
     handler, kind = MinimalHandler(), ("GPU", "CPU")
     rude = type("Rude", (), {"__repr__": lambda self: 1 / 0})()
     results = [rude, TransferResult(1, True, 8, None, kind), TransferResult(2, True, 8, 0.5, kind)]
@@ -553,7 +553,7 @@ def test_worker_result_that_cannot_be_counted_costs_no_other_result(worker, capl
     assert [record.message.split(" was ")[-1] for record in caplog.records] == ["not counted"] * 2
 
 
-def test_worker_counts_bytes_and_times_of_whole_jobs_only(worker):
+def test_worker_counts_whole_jobs_only(worker):
     handler, kind = MinimalHandler(), ("GPU", "CPU")
     handler.get_finished = lambda: [TransferResult(1, False, 64, 9.0, kind), TransferResult(2, True, 8, 0.5, kind)]
     # A handler of two routes is asked once.
@@ -573,7 +573,7 @@ def test_worker_calls_each_closer_once(worker):
     assert calls == [2, 1]
 
 
-def test_a_handler_that_raises_everywhere_costs_the_others_nothing(worker, kv_caches, pool, caplog):
+def test_raising_handler_costs_others_nothing(worker, kv_caches, pool, caplog):
     store, load = cpu_gpu_handlers(kv_caches, pool)
     worker.register_handler(GPULoadStoreSpec, GPULoadStoreSpec, BrokenHandler())
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)

@@ -26,7 +26,7 @@ def test_views_share_the_blocks_bytes():
     assert not pool.tensor[0].any()
 
 
-def test_blocks_lie_side_by_side_from_a_page_on():
+def test_blocks_lie_side_by_side():
     pool = HostPool(4, 3 << 20, pin=False)
     assert pool.address % mmap.PAGESIZE == 0
     assert pool.address % (2 << 20) == 0
@@ -42,7 +42,7 @@ def test_aligned_blocks_start_at_a_multiple():
     assert pool.num_bytes == 4 * 8192
 
 
-def test_a_view_outlives_its_pool():
+def test_view_outlives_its_pool():
     block = HostPool(2, 1 << 20, pin=False).block(1)
     block.fill_(3)
     assert int(block.sum(dtype=torch.int64)) == 3 << 20
@@ -125,7 +125,7 @@ def test_pool_on_a_platform_without_pinning_stays_unpinned():
     assert pool.pin_failures == 1
 
 
-def test_pool_pins_its_pieces_for_the_given_device_and_close_unpins_them(locked):
+def test_pool_pins_pieces_close_unpins_them(locked):
     told = []
     pool = HostPool(10, 1000, progress=lambda *step: told.append(step), device=torch.device("cuda", 3))
     assert locked == {pool.address: 4096, pool.address + 4096: 4096, pool.address + 8192: 1808}
@@ -141,7 +141,7 @@ def test_pool_of_a_cpu_device_is_not_pinned(locked):
     assert not locked
 
 
-def test_pool_piece_that_is_refused_leaves_the_others_pinned(locked):
+def test_refused_piece_leaves_others_pinned(locked):
     locked.limit = 2
     with pytest.warns(RuntimeWarning, match="1808 bytes at offset 8192 cannot be locked: out of memory"):
         pool = HostPool(10, 1000, device=torch.device("cuda", 3))
@@ -164,7 +164,7 @@ def slow(locked, monkeypatch):
     return locked
 
 
-def test_pool_serves_with_its_first_piece_and_pins_the_rest_in_the_background(slow, caplog):
+def test_pool_serves_with_first_piece(slow, caplog):
     caplog.set_level("INFO")
     pool = HostPool(10, 1000, device=torch.device("cuda", 3))
     assert (len(slow), pool.pinned_bytes, pool.is_pinned) == (1, 4096, False)
@@ -185,7 +185,7 @@ def test_pool_serves_with_its_first_piece_and_pins_the_rest_in_the_background(sl
     assert not slow
 
 
-def test_pool_closed_during_its_preparation_stops_it_and_unpins(slow):
+def test_pool_closed_while_preparing_unpins(slow):
     pool = HostPool(10, 1000, device=torch.device("cuda", 3))
     closing = threading.Thread(target=pool.close)
     closing.start()
@@ -197,7 +197,7 @@ def test_pool_closed_during_its_preparation_stops_it_and_unpins(slow):
     assert pool.touched_bytes == 8192
 
 
-def test_pool_piece_refused_in_the_background_warns_and_leaves_the_rest_unpinned(slow):
+def test_piece_refused_in_background_warns(slow):
     slow.limit = 2
     pool = HostPool(10, 1000, device=torch.device("cuda", 3))
     with pytest.warns(RuntimeWarning, match="1808 bytes at offset 8192 cannot be locked"):  # noqa: PT031
@@ -240,7 +240,7 @@ def test_parts_of_blocks_do_not_cross_a_piece(monkeypatch):
     assert torch.cat(pool.parts(1, 9)).tolist() == pool.tensor[1:9].flatten().tolist()
 
 
-def test_threads_of_a_pool_run_on_the_cpus_of_the_devices_node(monkeypatch, tmp_path):
+def test_pool_threads_run_on_devices_node(monkeypatch, tmp_path):
     cpu = min(os.sched_getaffinity(0))
     for node, cpus in ((1, f"{cpu}-{cpu}"), (2, "9000-9001,9003"), (3, "")):
         folder = tmp_path / f"devices/system/node/node{node}"
@@ -261,7 +261,7 @@ def test_threads_of_a_pool_run_on_the_cpus_of_the_devices_node(monkeypatch, tmp_
     assert found == {1: {cpu}, 2: everywhere, 3: everywhere, 4: everywhere, None: everywhere}
 
 
-def test_refusal_to_pin_is_not_left_to_the_engines_next_kernel(monkeypatch):
+def test_refused_pin_spares_engines_kernel(monkeypatch):
     class Runtime:
         def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
             return 2

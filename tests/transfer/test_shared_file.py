@@ -64,7 +64,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_file_of_the_wrong_kind_is_refused_and_left(path, tmp_path, kind):
+def test_file_of_wrong_kind_is_left(path, tmp_path, kind):
     make, message = REFUSED[kind]
     victim = tmp_path / "victim"
     make_file(victim, 0o600)
@@ -102,7 +102,7 @@ def test_foreign_lock_is_waited_for_in_bounded_time(path, is_owner, monkeypatch)
         os.close(fd)
 
 
-def test_owner_is_not_refused_because_a_worker_asks_for_one(path, monkeypatch):
+def test_owner_is_accepted_beside_worker(path, monkeypatch):
     monkeypatch.setattr(shared_file, "_OWNER_TIMEOUT_S", 60)
     worker = blocks_at(path, is_owner=False)
     # The lock that `has_owner` takes, held for longer.
@@ -216,7 +216,7 @@ def test_private_folder_that_is_a_link_raises(tmp_path):
         private_folder(tmp_path)
 
 
-def test_pool_in_a_folder_that_any_user_may_write_raises(tmp_path):
+def test_pool_in_world_writable_folder_raises(tmp_path):
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
@@ -231,7 +231,7 @@ def test_missing_folder_is_named(tmp_path):
         blocks_at(tmp_path / "none" / "pool")
 
 
-def test_file_that_cannot_be_as_large_is_not_left_behind(tmp_path):
+def test_file_too_large_is_removed(tmp_path):
     path = Path(f"/dev/shm/kvcache-test-{os.getpid()}-{tmp_path.name}")
     with pytest.raises(ValueError, match=r"No space left on device|File too large|Cannot allocate memory"):
         SharedBlocks(path, 1 << 30, 4096, True)

@@ -76,7 +76,7 @@ def test_store_crosses_the_link_in_few_copies(device_ids, host_ids, staging_byte
     ("width", "padding", "offset", "word"),
     [(16, 0, 0, torch.int64), (12, 4, 0, torch.int32), (16, 0, 2, torch.int16), (15, 1, 0, torch.int8)],
 )
-def test_layers_are_gathered_in_the_widest_word_that_fits(width, padding, offset, word):
+def test_layers_are_gathered_in_widest_word(width, padding, offset, word):
     flats = [torch.zeros(4 * (width + padding) + 8, dtype=torch.int8)[offset:] for _ in range(3)]
     layers = [flat[: 4 * (width + padding)].view(4, -1)[:, :width] for flat in flats]
     gather = staged._Gather(
@@ -96,7 +96,7 @@ def test_handler_of_contiguous_blocks_has_no_staging():
     assert handler._gathers == {}
 
 
-def test_store_names_a_host_block_twice_keeps_either_source():
+def test_host_block_named_twice_keeps_either():
     handler, pool = make_handler(kv_caches := layered(num_layers=1))
     handler.transfer_async(1, spec_of([1, 5, 9], [2, 7, 2]))
     assert handler.get_finished()[0].success
@@ -185,7 +185,7 @@ def test_job_stays_while_its_event_raises(stalled, monkeypatch, caplog):
     assert caplog.text.count("asking again") == 1
 
 
-def test_device_that_raises_for_10_s_fails_its_jobs(stalled, monkeypatch, caplog):
+def test_raising_device_fails_its_jobs(stalled, monkeypatch, caplog):
     handler, stream = stalled
     handler.transfer_async(2, spec_of([2], [2]))
     stream.broken = True
@@ -207,7 +207,7 @@ def test_device_that_raises_for_10_s_fails_its_jobs(stalled, monkeypatch, caplog
     assert "the device is gone" in caplog.text
 
 
-def test_end_event_that_cannot_be_recorded_is_recorded_later(monkeypatch):
+def test_unrecorded_end_event_is_recorded_later(monkeypatch):
     stream = HostStream(done=0)
     handler, _ = make_handler(stream=stream)
     record = stream.record_event
@@ -270,7 +270,7 @@ def test_staging_shrinks_until_it_fits_the_device(monkeypatch):
     assert asked == [1000, 500, 250, 125]
 
 
-def test_handler_without_memory_for_staging_copies_layers_one_by_one():
+def test_handler_without_staging_copies_by_layer():
     kv_caches = layered()
     with pytest.warns(RuntimeWarning, match="no device memory for a staging buffer of 64 bytes or more"):
         handler, pool = make_handler(kv_caches, staging_bytes=63)
@@ -282,7 +282,7 @@ def test_handler_without_memory_for_staging_copies_layers_one_by_one():
 
 
 @pytest.mark.parametrize("num_takers", [1, 2])
-def test_threads_that_ask_while_jobs_are_submitted_take_each_result_once(num_takers, take_in_threads):
+def test_threads_take_each_result_once(num_takers, take_in_threads):
     stream = HostStream(done=0)
     handler, _ = make_handler(stream=stream)
     num_jobs = 600

@@ -113,7 +113,7 @@ def check_failed_store_is_announced(ours, monkeypatch):
     assert list(ours.take_events()) == []
 
 
-def test_failed_store_is_announced_to_vllm_from_0_33_on_unless_it_was_offered_again(monkeypatch):
+def test_failed_store_is_announced_once_unoffered(monkeypatch):
     check_failed_store_is_announced(manager(enable_events=True), monkeypatch)
     keys = keys_of("a", 3)
     silent = manager()
@@ -123,7 +123,7 @@ def test_failed_store_is_announced_to_vllm_from_0_33_on_unless_it_was_offered_ag
     assert silent._failed == []
 
 
-def test_every_method_that_the_engine_may_call_is_there():
+def test_every_method_of_engine_exists():
     for ours, theirs in (
         (KVCacheOffloadingManager, OffloadingManager),
         (KVCacheOffloadingWorker, OffloadingWorker),
@@ -147,7 +147,7 @@ def test_block_being_written_is_pending_not_missing():
     assert found(adapter, b"a", b"b") == [LookupResult.HIT, LookupResult.MISS]
 
 
-def test_store_keeps_the_offered_order_and_its_spec_pickles():
+def test_store_keeps_order_and_pickles():
     adapter = manager()
     serve(adapter, "first", [b"b"])
     context = request(adapter, "second", [b"a", b"b", b"c"])
@@ -161,7 +161,7 @@ def test_store_keeps_the_offered_order_and_its_spec_pickles():
 # gittins declines the other request's blocks: they are worth no more than those that are there.
 @pytest.mark.parametrize("policy", [name for name in POLICIES.names() if name != "gittins"])
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1,) * 6, (3, 1, 2)], ids=str)
-def test_running_request_keeps_its_head_younger_than_its_tail(policy, sizes):
+def test_running_request_keeps_head_younger(policy, sizes):
     adapter = manager(num_blocks=6, cache_policy=policy)
     keys = keys_of("a", 6)
     context = request(adapter, "long", keys)
@@ -176,7 +176,7 @@ def test_running_request_keeps_its_head_younger_than_its_tail(policy, sizes):
 @needs_positions
 @pytest.mark.parametrize("is_late", [False, True], ids=["known", "late"])
 @pytest.mark.parametrize("order", [(2, 3, 0, 1), (3, 2, 1, 0), (1, 3, 0, 2)], ids=str)
-def test_running_request_is_ordered_by_positions_however_it_stores(order, is_late):
+def test_running_request_is_ordered_by_positions(order, is_late):
     # Sliding windows have blocks stored late that stand early in the prompt; positions may come while it runs.
     adapter = manager(num_blocks=4)
     keys = keys_of("a", 4)
@@ -188,7 +188,7 @@ def test_running_request_is_ordered_by_positions_however_it_stores(order, is_lat
 
 
 @needs_positions
-def test_groups_of_a_running_request_are_interleaved_by_position():
+def test_groups_are_interleaved_by_position():
     # Two KV-cache groups: the connector offers all of one, then all of the other.
     adapter = manager(num_blocks=6)
     full, window = keys_of("f", 3), keys_of("w", 3)
@@ -229,7 +229,7 @@ def test_transfers_may_end_in_any_order(after_the_end):
     assert adapter._manager.stats().num_pending == 0
 
 
-def test_store_from_before_a_reset_is_not_taken_for_a_later_one():
+def test_store_before_reset_is_not_later():
     adapter = manager()
     context = request(adapter, "r", keys_of("a", 3))
     adapter.prepare_store([b"a0", b"a1"], context)
@@ -239,7 +239,7 @@ def test_store_from_before_a_reset_is_not_taken_for_a_later_one():
     assert found(adapter, b"a0", b"a1", b"a2") == [LookupResult.HIT, LookupResult.MISS, LookupResult.HIT]
 
 
-def test_next_use_of_a_request_of_the_next_one_and_after_its_end_counts():
+def test_next_use_counts_until_corrected():
     adapter = manager(num_blocks=4)
     ours = adapter._manager
     keys = keys_of("a", 3)
@@ -352,7 +352,7 @@ def test_lookups_repeated_in_every_step_count_once():
     assert (sent["vllm:kvcache_needed_blocks"], sent["vllm:kvcache_loaded_blocks"]) == (6, 2)
 
 
-def test_failed_or_refused_copy_is_reported_and_raises_nothing_in_the_engines_thread():
+def test_failed_copy_is_reported_not_raised():
     device = base.GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
     worker = KVCacheOffloadingWorker.__new__(KVCacheOffloadingWorker)
     worker.transfers = Mock()
@@ -365,7 +365,7 @@ def test_failed_or_refused_copy_is_reported_and_raises_nothing_in_the_engines_th
         assert worker.submit_store(2, device, CPULoadStoreSpec([9])) is False
 
 
-def test_a_recorder_that_begins_after_the_adapter_sees_its_look_ups(tmp_path):
+def test_late_recorder_sees_look_ups(tmp_path):
     ours = CPUOffloadingManager(16, 8)
     adapter = KVCacheOffloadingManager(ours, installed_release())
     with Recorder(ours, tmp_path / "run.kvlog"):

@@ -28,7 +28,7 @@ class CopyingWorker(CPUWorker):
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_compare_geometry_counts_the_bytes_that_vllms_worker_leaves_out(monkeypatch, skips):
+def test_compare_geometry_counts_omitted_bytes(monkeypatch, skips):
     monkeypatch.setattr(gpu_worker, "CPUOffloadingWorker", CopyingWorker)
     monkeypatch.setattr(CopyingWorker, "skips_a_tensor", skips)
     found = [_compare_geometry(torch.device("cpu"), seed, with_engine=True) for seed in range(10)]
@@ -46,7 +46,7 @@ def test_copy_bench_times_vllms_worker_beside_ours(monkeypatch, direction):
     assert all(rate.seconds > 0 for rate in rates)
 
 
-def test_measure_engine_names_the_error_of_a_worker_that_does_not_start():
+def test_measure_engine_names_workers_error():
     # torch for CPUs has no such device.
     report = _measure_engine(torch.device("cuda"), 1)
     assert report is not None

@@ -23,7 +23,7 @@ class TestOneEngine:
         engine.drop_device_cache(host_too=True)
         return engine
 
-    def test_blocks_come_back_and_the_tokens_are_the_same(self, fresh, prompts, crowd, expected):
+    def test_loaded_blocks_give_same_tokens(self, fresh, prompts, crowd, expected):
         before = fresh.stats
         assert fresh.answers(prompts) == expected(prompts)
         stored = fresh.stats
@@ -64,7 +64,7 @@ class TestOneEngine:
             assert fresh.metric(f"vllm:kv_offload_{way}_bytes") - moved[way] == 32 * BLOCK_BYTES
         assert fresh.metric("vllm:kvcache_capacity_blocks") == fresh.stats.num_blocks == (256 << 20) // BLOCK_BYTES
 
-    def test_hints_reach_the_manager_and_bad_ones_are_counted(self, fresh, prompts):
+    def test_hints_reach_manager_bad_are_counted(self, fresh, prompts):
         ignored = fresh.metric("vllm:kvcache_ignored_hints")
         good = ({"priority": 2, "ttl_s": 600}, {"next_use": "soon"}, {"next_use": "end"})
         for hint in (*good, {"priority": 9}, "soon", {"next_use": "tomorrow"}):
@@ -125,7 +125,7 @@ def test_hybrid_model_with_several_groups(boot, models, prompts):
         assert engine.stats.loaded_blocks > 0
 
 
-def test_events_of_an_engine_are_accepted_by_every_router(boot, models, crowd, tmp_path):
+def test_events_are_accepted_by_every_router(boot, models, crowd, tmp_path):
     import msgspec
     import zmq
     from consumers import READERS, TAKEN
@@ -170,7 +170,7 @@ def test_events_of_an_engine_are_accepted_by_every_router(boot, models, crowd, t
         assert host == {block_hash % 2**64 for block_hash in {*told.values()} - {*removed}}, name
 
 
-def test_loading_a_prefix_takes_a_quarter_of_computing_it_at_most(boot, models, tokens):
+def test_loading_costs_quarter_of_computing(boot, models, tokens):
     prefix = tokens(0, 2000)
     with boot(models["tall"], {}) as engine:
 

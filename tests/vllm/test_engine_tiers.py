@@ -73,9 +73,7 @@ def tier_stats(engine):
         ("vLLM's manager", "valkey"),
     ],
 )
-def test_engine_tier_serves_evicted_blocks_also_to_the_next_engine(
-    boot, models, crowd, expected, tmp_path, door, kind, request
-):
+def test_engine_tier_serves_next_engine(boot, models, crowd, expected, tmp_path, door, kind, request):
     config = DOORS[door](request.getfixturevalue(kind))
     if door == "our manager":
         # Not in shared memory, where others' pools come and go.

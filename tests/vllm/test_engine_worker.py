@@ -69,7 +69,7 @@ def engine(tmp_path):
     assert not list(Path("/dev/shm").glob(f"*{made.spec.config.engine_id}*"))
 
 
-def test_engine_worker_blocks_of_all_ranks_come_back_from_a_tier(engine):
+def test_blocks_of_ranks_return_from_tier(engine):
     for first in range(0, 24, 8):
         assert engine.store(keys(*range(first, first + 8))) == keys(*range(first, first + 8))
         engine.settle()
@@ -85,7 +85,7 @@ def test_engine_worker_blocks_of_all_ranks_come_back_from_a_tier(engine):
     assert engine.manager.config_info() == [info]
 
 
-def test_engine_worker_load_filter_keeps_a_request_from_the_tiers(engine):
+def test_load_filter_keeps_request_from_tiers(engine):
     for first in (0, 8):
         engine.store(keys(*range(first, first + 8)))
         engine.settle()

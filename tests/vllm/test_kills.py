@@ -24,7 +24,7 @@ NUM_KILLS, NUM_TIER_KILLS = max(2, round(2 * STRESS)), round(20 * STRESS)
 
 @pytest.mark.slow
 @pytest.mark.timeout(600 * NUM_KILLS)
-def test_engines_killed_in_mid_traffic_leave_no_wrong_block(models, crowd, prompts, expected, tmp_path):
+def test_killed_engines_leave_no_wrong_block(models, crowd, prompts, expected, tmp_path):
     asked = [*crowd, *prompts]
     right = expected(asked)
     tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "16MiB", "deadline_s": 60}

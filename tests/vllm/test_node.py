@@ -105,7 +105,7 @@ def test_worker_of_vllm_joins_pool(boot, models, prompts, expected, pool, monkey
         joined_region(None, 16, None).__enter__()
 
 
-def test_model_with_several_groups_hits_as_with_private_pool(boot, models, prompts, pool):
+def test_grouped_model_hits_as_in_private(boot, models, prompts, pool):
     pool = {**pool, "cpu_bytes_to_use": 64 << 20}
     private = {name: value for name, value in pool.items() if name != "node_pool"}
     options = {"num_gpu_blocks_override": 300, "disable_hybrid_kv_cache_manager": False}

@@ -59,7 +59,7 @@ def serve(manager, prompts, batch=4):
 
 @pytest.mark.skipif(not installed_release().key_positions, reason="vLLM 0.30 passes no positions")
 @pytest.mark.parametrize("name", ["Lru", "Arc", "Mq", "Amq"])
-def test_policies_hits_in_vllms_manager_are_those_of_ours(name):
+def test_policies_hit_in_vllm_like_ours(name):
     prompts = chats(3000, seed=1)
     theirs, _ = serve(EngineManager(200, name, MODULE), prompts)
     ours = KVCacheOffloadingManager(CPUOffloadingManager(16, 200, name.lower()), installed_release())

@@ -41,7 +41,7 @@ def test_tokens_are_the_same_with_multiprocessing(boot, models, prompts, expecte
     assert metrics["vllm:kv_offload_store_bytes"] == metrics["vllm:kv_offload_load_bytes"] == 34 * BLOCK_BYTES
 
 
-def test_blocks_of_two_ranks_come_back_from_disk_also_in_the_next_process(boot, models, crowd, expected, tmp_path):
+def test_blocks_of_ranks_return_from_disk(boot, models, crowd, expected, tmp_path):
     # A busy disk is slow, not dead: with this deadline a lost job makes the test wait and fail.
     tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "64MiB", "deadline_s": 60}
     extra_config = {"cpu_bytes_to_use": 40 * BLOCK_BYTES, "cache_policy": "lru"}

@@ -61,7 +61,7 @@ def test_preempted_requests_come_back_from_the_host(make_engine):
     assert is_idle(engine)
 
 
-def test_second_request_waits_for_blocks_that_are_being_stored(make_engine):
+def test_second_request_waits_for_stores(make_engine):
     engine = make_engine(200, 100, step_tokens=1024, transfer_steps=5, has_device_cache=False)
     engine.add("first", [*tokens(0, 8), 2])
     engine.step()
@@ -86,7 +86,7 @@ def test_aborted_requests_leave_no_references_behind(make_engine):
     assert engine.loaded_blocks > 0
 
 
-def test_nothing_old_is_loaded_after_a_reset_in_the_middle(make_engine):
+def test_reset_in_middle_loads_nothing_old(make_engine):
     engine = make_engine(200, 100, step_tokens=64, transfer_steps=3, max_model_len=1024)
     for number, (_, token_ids) in enumerate(storm(3, 60)):
         engine.add(str(number), token_ids, max_tokens=4)
@@ -100,7 +100,7 @@ def test_nothing_old_is_loaded_after_a_reset_in_the_middle(make_engine):
     assert is_idle(engine)
 
 
-def test_running_requests_stored_in_chunks_lose_their_tails_first(make_engine):
+def test_chunked_requests_lose_tails_first(make_engine):
     # Two long prompts are computed a few blocks a step, in turn, and fill the host together.
     engine = make_engine(400, 48, step_tokens=4 * BLOCK_TOKENS, has_device_cache=False, cache_policy="lru")
     first, second = tokens(1, 32), tokens(2, 32)
@@ -133,7 +133,7 @@ class PacedTier(MemoryTier):
         return [replace(result, start_s=first, end_s=last) for result, (first, last) in zip(ended, times, strict=True)]
 
 
-def test_rate_of_prefill_is_learned_and_a_slow_tier_left_alone(make_engine):
+def test_learned_rate_avoids_slow_tier(make_engine):
     tier = {"type": f"{__name__}:PacedTier", "capacity": "64MiB", "arbiter": True, "deadline_s": 1000}
     options = {"cpu_bytes_to_use": 200 * 4096, "cache_policy": "lru", "tiers": [tier], "lookup_deadline_s": 1000}
     engine = make_engine(400, 200, has_device_cache=False, max_num_seqs=1, **options)

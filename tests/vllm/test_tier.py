@@ -95,7 +95,7 @@ def hang(monkeypatch):
     return hanging
 
 
-def test_tier_blocks_evicted_from_host_memory_come_back_equal(make, entry):
+def test_tier_evicted_blocks_return_equal(make, entry):
     engine = make(entry)
     for first in range(0, 24, 8):
         engine.write(*range(first, first + 8))
@@ -107,7 +107,7 @@ def test_tier_blocks_evicted_from_host_memory_come_back_equal(make, entry):
     assert sum(value for name, value in stats.items() if "tiering_promotion_job_failures" in name) == 0
 
 
-def test_tier_drain_and_reset_end_and_keep_the_blocks(make, entry):
+def test_tier_drain_and_reset_keep_blocks(make, entry):
     engine = make(entry)
     engine.store(keys(*range(8)))
     # Stores are under way here.
@@ -123,7 +123,7 @@ def test_tier_shut_down_twice_ends_once(make, disk):
     engine.close()
 
 
-def test_tier_reports_each_job_once_with_its_keys_and_bytes(make, entry):
+def test_tier_reports_each_job_once(make, entry):
     engine = make(entry)
     tier, view = engine.tier, engine.view
     context = engine.request()
@@ -165,7 +165,7 @@ def test_tier_groups_are_not_mixed(make, entry):
     assert engine.load(keys(1, 2, group=1)) == 1
 
 
-def test_tier_full_disk_stays_within_its_capacity_and_announces_removals(make, disk, tmp_path):
+def test_tier_full_disk_announces_removals(make, disk, tmp_path):
     engine = make(disk(16))
     for number in range(64):
         engine.write(number)
@@ -179,7 +179,7 @@ def test_tier_full_disk_stays_within_its_capacity_and_announces_removals(make, d
     assert all(event.removal_expected and event.locality is None for event in of_tier(engine.events))
 
 
-def test_tier_opened_again_finds_all_blocks_with_their_recency(make, disk):
+def test_tier_reopened_finds_blocks_with_recency(make, disk):
     engine = make(disk(16))
     for first in (0, 8):
         engine.write(*range(first, first + 8))
@@ -206,7 +206,7 @@ def test_tier_of_another_model_or_layout_is_refused(make, disk):
     make(disk())
 
 
-def test_tier_topology_is_ignored_only_if_the_bytes_are_agnostic(make, disk):
+def test_tier_topology_ignored_if_agnostic(make, disk):
     engine = make(disk(row_bytes=4 * PAGE), tp=2, bytes_per_block=2 * PAGE, is_agnostic=True)
     engine.write(1)
     engine.close()
@@ -257,7 +257,7 @@ def test_tier_failing_disk_costs_its_blocks_only(make, disk, fault, monkeypatch)
     assert getattr(engine.tier._controller.stats(), f"{fault}s") == "open"
 
 
-def test_tier_hung_disk_holds_half_of_host_memory_at_most(make, disk, hang):
+def test_tier_hung_disk_holds_half_memory(make, disk, hang):
     engine = make(disk(), num_chunks=16)
     with hang("write"):
         # No step waits: this loop ends although the disk does not.
@@ -285,7 +285,7 @@ def test_tier_path_names_data_parallel_rank(make, disk, tmp_path):
     assert (tmp_path / "kv0").is_dir()
 
 
-def test_tier_overdue_job_pauses_the_tier_until_it_ends(make, disk, hang):
+def test_tier_overdue_job_pauses_until_end(make, disk, hang):
     engine = make(disk(deadline_s=5))
     engine.store(keys(0, 1))
     engine.forget_host()
@@ -303,7 +303,7 @@ def test_tier_overdue_job_pauses_the_tier_until_it_ends(make, disk, hang):
     assert engine.find(keys(0), context) == 1
 
 
-def test_tier_load_filter_keeps_a_request_from_the_disk(make, disk):
+def test_tier_load_filter_skips_disk(make, disk):
     engine = make(disk())
     engine.store(keys(0))
     engine.forget_host()
@@ -312,7 +312,7 @@ def test_tier_load_filter_keeps_a_request_from_the_disk(make, disk):
     assert engine.find(keys(0), engine.request(keys(0))) == 1
 
 
-def test_tier_request_level_policy_writes_blocks_that_host_memory_holds(make, disk):
+def test_tier_request_policy_writes_host_blocks(make, disk):
     engine = make(disk(offload_policy="request_level"), tier_config("memory", capacity=64 * PAGE))
     engine.write(0)
     assert engine.counters.stored_blocks == 1
@@ -323,7 +323,7 @@ def test_tier_request_level_policy_writes_blocks_that_host_memory_holds(make, di
     assert engine.counters.stored_blocks == 2
 
 
-def test_tier_lookups_of_a_step_are_answered_in_batches(make, entry):
+def test_tier_lookups_of_step_are_batched(make, entry):
     engine = make(entry, num_chunks=128)
     blocks = keys(*range(48))
     engine.store(blocks)
@@ -388,7 +388,7 @@ def test_tier_slow_stores_are_dropped_by_vllms_detector(make, entry):
     assert engine.counters.stored_blocks == 3
 
 
-def test_tier_events_are_off_with_vllms_or_by_option(make, disk):
+def test_tier_events_are_off_by_option(make, disk):
     for entry, enable_events in ((disk(), False), (disk(enable_kv_events=False), True)):
         engine = make(entry, enable_events=enable_events)
         engine.write(1)

@@ -36,7 +36,7 @@ def make(tmp_path):
         adapter.shutdown()
 
 
-def test_tiers_are_closed_again_where_the_manager_refuses_its_options(make, tmp_path):
+def test_refused_options_close_the_tiers(make, tmp_path):
     with pytest.raises(ValueError, match="what_if"):
         make(what_if=1)
     assert [path for path in (tmp_path / "pool").rglob("*") if path.is_file()] == []
@@ -44,7 +44,7 @@ def test_tiers_are_closed_again_where_the_manager_refuses_its_options(make, tmp_
     assert make().get_stats() is not None
 
 
-def test_tier_descriptions_name_each_tier_its_size_and_the_blocks_found(make):
+def test_tier_descriptions_name_size_and_blocks(make):
     adapter = make()
     assert adapter.tier_descriptions() == ["tier DISK of 215 blocks, 0 found"]
     serve(adapter, "a", keys_of("a", 3))
@@ -63,7 +63,7 @@ def serve(adapter, req_id, keys):
 
 
 @pytest.mark.skipif(not installed_release().load_source, reason="this release does not ask")
-def test_blocks_that_came_from_disk_are_reported_as_such(make):
+def test_blocks_from_disk_are_reported(make):
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     adapter = make(num_blocks=4, cache_policy="lru")
@@ -93,11 +93,11 @@ def test_working_tiers_count_as_available(make):
     assert sent.keys() >= {"vllm:kvcache_tier_reads_breaker:('0', 'DISK', 'closed')"}
 
 
-def test_failed_store_above_a_tier_is_announced_to_vllm_from_0_33_on(make, monkeypatch):
+def test_failed_store_above_tier_is_announced(make, monkeypatch):
     check_failed_store_is_announced(make(enable_events=True), monkeypatch)
 
 
-def test_events_over_disk_keep_their_tokens_until_the_last_removal(make):
+def test_events_over_disk_keep_their_tokens(make):
     events = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading.events")
     adapter = make(num_blocks=2, enable_events=True, cache_policy="lru")
     tracker = events.OffloadingEventsTracker(base.OffloadingKVEventsConfig(True, True))
