@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("xxhash")
 
 from kvcache.assembly.assemble import open_store, parse_tier
+from kvcache.testing.tiers import ManualTier
+from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierConfig
 from kvcache.tiering.store import KeyedStore
 from kvcache.tiers.disk.slot_table import SlotTable
 from kvcache.tiers.disk.tier import DiskTier
@@ -210,7 +212,9 @@ def test_put_answers_for_what_is_held(gated, tmp_path, monkeypatch):
 
 def test_waiting_calls_share_rows(gated):
     """Calls that find no free rows wait for those of others, and store everything."""
-    store = KeyedStore(lambda rows: (GatedTier(200, rows), gated._config), BLOCK_BYTES, staging_bytes=1)
+    store = KeyedStore(
+        lambda rows: (GatedTier(200, rows), replace(gated._config, deadline_s=60)), BLOCK_BYTES, staging_bytes=1
+    )
     answers = {}
     threads = [
         threading.Thread(target=lambda i=i: answers.update({i: put(store, range(20 * i, 20 * i + 20))}))
@@ -262,4 +266,77 @@ def test_changes_are_told_and_pinned_blocks_stay(tmp_path):
         for stored, removed in events:
             held = (held - set(removed)) | set(stored)
         assert held == {key_of(n) for n in (range(8) if count == 8 else [0, *range(9, 16)])}
+        if count == 16:
+            np.memmap(tmp_path / "data", np.uint8, "r+")[:] = 0
+            assert get(store, [9]) == [False]
+            assert events[-1] == ([], [key_of(9)])
         store.close()
+
+
+class SteppedStore(KeyedStore):
+    """Four rows a direction over a tier that ends one job when a call waits, while `hangs` only a load."""
+
+    def __init__(self):
+        self.now_s, self.hangs, self.stored = 0.0, False, []
+        config = TierConfig(deadline_s=1.0, pause_s=0.5)
+        super().__init__(
+            lambda rows: (ManualTier(64, rows), config),
+            BLOCK_BYTES,
+            staging_bytes=1,
+            on_change=lambda stored, removed: self.stored.extend(stored),
+        )
+
+    def clock(self):
+        return self.now_s
+
+    def _sleep(self, waited_s):
+        self.now_s += 0.2
+        for job in [job for job in self.tier.pending if job.is_load or not self.hangs][:1]:
+            self.tier.end(job)
+
+
+def test_call_that_moves_on_is_not_late():
+    store = SteppedStore()
+    assert all(put(store, range(20)))
+    assert all(get(store, range(20)))
+    assert store.stored == [key_of(n) for n in range(20)]
+    assert store.now_s > 2 * 4 * 0.9  # each call took several times its deadline
+
+
+def test_rows_of_hanging_stores_come_back():
+    store = SteppedStore()
+    assert put(store, [0]) == [True]
+    store.hangs = True
+    assert not any(put(store, range(1, 20)))
+    store.now_s += 0.5
+    before_s = store.now_s
+    assert not any(put(store, range(1, 20)))
+    assert store.now_s == before_s  # no row is left to wait for
+    assert get(store, [0]) == [True]
+    store.hangs = False
+    while store.tier.pending:
+        store.tier.end(store.tier.pending[0])
+    assert all(put(store, range(20, 40)))
+    assert store.stored == [key_of(n) for n in (0, *range(1, 5), *range(20, 40))]
+    assert all(get(store, [0, 1, 4, *range(20, 40)]))
+
+
+def test_failed_reset_is_tried_again(monkeypatch):
+    store = SteppedStore()
+    put(store, range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(store.tier, "reset", lambda *_: patch.undo() or 1 / 0)
+        assert store.clear()
+    assert store.now_s > 0.5
+    assert store.exists([key_of(0)]) == [False]
+
+
+def test_close_passes_on_every_use(monkeypatch):
+    store, told = SteppedStore(), []
+    monkeypatch.setattr(store.tier, "touch", lambda keys, _: told.extend(keys))
+    keys = [key_of(n) for n in range(3 * MAX_STEP_BLOCKS)]
+    put(store, [0])
+    store.touch(keys)
+    store.close()
+    assert sorted(told) == sorted(keys)
+    assert store.exists(keys[:2]) == [False, False]
