@@ -1,10 +1,8 @@
-"""A manager's life: sizes, threads, processes, views of its blocks. `CacheMachine` checks calls and their results."""
+"""A manager's life: sizes, processes, views of its blocks. `CacheMachine` checks calls and their results."""
 
 from __future__ import annotations
 
 import pickle
-import sys
-import threading
 
 import pytest
 
@@ -44,44 +42,6 @@ def test_cache_holds_a_million_blocks(name: str) -> None:
     assert manager.stats().num_free == 0
     assert manager.prepare_load(keys[1024:1026] + keys[-2:]).block_ids.tolist() == [1024, 1025, 1, 0]
     manager.policy.check()
-
-
-@pytest.mark.parametrize("name", ["lru", "arc"])
-def test_threads_that_interleave_leave_a_sound_table(name: str) -> None:
-    manager = CPUOffloadingManager(16, 64, name)
-    faults: list[BaseException] = []
-
-    def run(seed: int) -> None:
-        try:
-            for i in range(400):
-                keys = [b"%d" % ((seed * i + j) % 300) for j in range(8)]
-                context = ReqContext()
-                manager.touch(keys, context)
-                output = manager.prepare_store(keys, context)
-                if output is not None:
-                    manager.complete_store(output.keys_to_store, context, success=i % 7 != 0)
-                manager.on_request_finished(context)
-        except BaseException as fault:
-            faults.append(fault)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 3, 7, 11)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    finally:
-        sys.setswitchinterval(interval)
-
-    assert faults == []
-    manager.policy.check()
-    stats = manager.stats()
-    assert (stats.num_referenced, stats.num_pending) == (0, 0)
-    # Without a GIL, threads that collide may miss a count.
-    if getattr(sys, "_is_gil_enabled", lambda: True)():
-        assert stats.num_free + stats.stored_blocks - stats.evicted_blocks == 64
 
 
 @pytest.mark.parametrize("name", ["lru", "arc"])

@@ -128,8 +128,9 @@ def test_beyond_share_nearest_expiry_falls_first(manager: CPUOffloadingManager) 
     assert sorted(drained(manager)[:4]) == [B, D, G, H]
 
 
-def test_at_most_256_fall_in_one_call(clock: ReplayClock) -> None:
-    manager = CPUOffloadingManager(16, 10_000, "lru", clock=clock)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_at_most_256_fall_in_one_call(policy: str, clock: ReplayClock) -> None:
+    manager = CPUOffloadingManager(16, 10_000, policy, clock=clock)
     store(manager, [b"%d" % i for i in range(650)], 1, 10)
     clock.now_s += 10
     left = []

@@ -1,4 +1,4 @@
-"""Two tiers that refuse, fail, come late and reset badly: no slot used twice, no leaked reference, no old byte."""
+"""Two tiers that refuse, fail, lie, come late and reset badly: no slot used twice, no leaked reference, no old byte."""
 
 import random
 
@@ -16,21 +16,45 @@ NUM_BLOCKS = 8
 PROMPTS = [[letter.encode() for letter in text] for text in ("abcd", "abef", "ghij", "klm", "gnop")]
 
 
+def raising(name):
+    """Return a method of `ManualTier` that raises at times."""
+
+    def call(self, *arguments):
+        if self.happens():
+            raise RuntimeError(name)
+        return getattr(ManualTier, name)(self, *arguments)
+
+    return call
+
+
 class FaultyTier(ManualTier):
-    """Refuses and fails on demand; `in_use` has the host blocks of the jobs that it has not reported."""
+    """Refuses and fails on demand; `in_use` has the host blocks of the jobs that it has not reported.
+
+    A share `rate` of its calls raises, or answers nonsense.
+    """
+
+    touch, on_request_finished, stats = raising("touch"), raising("on_request_finished"), raising("stats")
 
     def __init__(self, medium, host):
         super().__init__(12, host)
         self.medium = medium
         self.in_use = {}
         self.refuses = self.is_unknown = self.reset_fails = False
+        self.draw, self.rate = random.Random(medium), 0.0
+
+    def happens(self):
+        return self.draw.random() < self.rate
 
     def lookup(self, keys):
+        if self.happens():
+            return self.draw.choice((None, -1, len(keys), len(keys) + 1, "many"))
         return None if self.is_unknown else super().lookup(keys)
 
     def _taken(self, job_id, block_ids, is_taken):
         if is_taken:
             self.in_use[job_id] = block_ids
+            if self.happens():
+                raise RuntimeError("taken, and then it raised")
         return is_taken
 
     def submit_store(self, job_id, keys, block_ids):
@@ -40,9 +64,14 @@ class FaultyTier(ManualTier):
         return self._taken(job_id, block_ids, not self.refuses and super().submit_load(job_id, keys, block_ids))
 
     def get_finished(self):
+        if self.happens():
+            raise RuntimeError("get_finished")
         results = super().get_finished()
         for result in results:
             del self.in_use[result.job_id]
+        if self.happens():
+            # One twice, and some of nobody's jobs.
+            results += [*results[:1], None, TierResult(10**7, [b"never"]), TierResult(None, removed=[b"a"])]
         return results
 
     def reset(self):
@@ -148,6 +177,7 @@ class World:
         """End all requests and jobs, then see that every slot is free or holds an unreferenced block."""
         for tier in self.tiers:
             tier.refuses = tier.is_unknown = tier.reset_fails = False
+            tier.rate = 0.0
         for context, keys in list(self.requests):
             self.end(context, keys)
         for _ in range(12):
@@ -164,7 +194,10 @@ def test_random_faults_leave_nothing_behind(write_policy):
     num_loads = 0
     for seed in range(40):
         draw, world = random.Random(seed), World(write_policy=write_policy)
-        for _ in range(400):
+        for step in range(400):
+            # The manager pauses a tier that fails all the time.
+            for tier in world.tiers:
+                tier.rate = 0.05 if seed % 2 and step % 100 < 50 else 0.0
             world.act(draw)
         world.check_nothing_is_left()
         num_loads += world.manager.stats().promoted_loads
