@@ -159,6 +159,7 @@ def test_plan_with_target_recommends_one_line(run, run_json, trace, target, line
     assert set(recommended["figures"]) == set(recommended["targets"])
 
 
+@pytest.mark.slow
 def test_plan_plot_shows_time_price_writes(run, trace, tmp_path):
     pytest.importorskip("matplotlib")
     argv = ("plan", trace, "--policy", "lru,min", *PRICED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import random
 import sys
@@ -23,18 +24,36 @@ def driver() -> ModuleType:
     return module
 
 
+def syntax_errors(file: str, texts: list[str]) -> list[str]:
+    errors = []
+    for text in texts if file.endswith(".py") else ():
+        try:
+            ast.parse(text)
+        except SyntaxError as error:
+            errors.append(f"{file}: {error}")
+    return errors
+
+
 def test_every_fault_applies_once(driver: ModuleType) -> None:
     faults = driver.read_faults()
     assert len(faults) >= 250
     assert len({fault.id for fault in faults}) == len(faults)
-    stale = []
-    for fault in faults:
-        try:
-            text = fault.apply((ROOT / fault.file).read_text())
-            if fault.file.endswith(".py"):
-                compile(text, fault.file, "exec")
-        except (OSError, ValueError, SyntaxError) as error:
-            stale.append(f"{fault.id}: {error}")
+    stale: list[str] = []
+    for file in {fault.file for fault in faults}:
+        source = planted = (ROOT / file).read_text()
+        alone, others = [], []
+        for fault in [fault for fault in faults if fault.file == file]:
+            try:
+                alone.append(fault.apply(source))
+            except ValueError as error:
+                stale.append(str(error))
+                continue
+            # To parse a file once for all of its faults takes a tenth of the time.
+            if planted.count(fault.old) == 1:
+                planted = planted.replace(fault.old, fault.new)
+            else:
+                others.append(alone[-1])
+        stale += syntax_errors(file, [planted, *others]) and syntax_errors(file, alone)
     assert not stale, "\n".join(stale)
 
 

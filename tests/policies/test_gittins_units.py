@@ -51,7 +51,6 @@ TABLE = [
 ]
 # How an engine offers keys: in parts of a step but for "whole".
 STYLES = ["whole", "parts", "by group", "states first", "all", "junction", "unknown", "no positions"]
-CELLS = [pytest.param(*row, marks=[pytest.mark.slow] * (i > 0)) for i, row in enumerate(TABLE)]
 
 
 class Engine:
@@ -122,7 +121,8 @@ class Engine:
         return hit, output.keys_to_store
 
 
-@pytest.mark.parametrize(("trace", "windows", "positions", "hits", "stored"), CELLS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("trace", "windows", "positions", "hits", "stored"), TABLE)
 def test_replay_reproduces_table_of_units(
     trace: str, windows: str, positions: int, hits: int, stored: int, shared: Path
 ) -> None:
@@ -335,8 +335,9 @@ def test_random_requests_agree_with_twin(windows: list[int | None], in_parts: bo
             machine.end(draw.randrange(9), draw.random() < 0.2)
 
 
-def test_failures_parts_and_resets_break_no_invariant() -> None:
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 20), marks=pytest.mark.slow)])
+def test_failures_parts_and_resets_break_no_invariant(seeds: range) -> None:
+    for seed in seeds:
         draw = random.Random(seed)
         windows = draw.choice([[None, 1], [2, None, 3], [None, 1, 1, 1]])
         engine = Engine(draw.randrange(4, 40), windows)

@@ -7,6 +7,7 @@ import fnmatch
 import graphlib
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,12 +91,12 @@ def imports_of_cython(text):
                 yield Import(name.split()[0], line_number, False)
 
 
+@cache
 def imports_of(path, module):
     text = path.read_text()
-    if path.suffix == ".py":
-        yield from imports_of_python(text, module if path.stem == "__init__" else module.rpartition(".")[0])
-    else:
-        yield from imports_of_cython(text)
+    if path.suffix != ".py":
+        return [*imports_of_cython(text)]
+    return [*imports_of_python(text, module if path.stem == "__init__" else module.rpartition(".")[0])]
 
 
 def target_of(wanted, known):

@@ -121,7 +121,7 @@ def test_replay_over_faulty_tier_ends(monkeypatch):
 
 # The whole trace over a real disk takes half a minute: KVCACHE_WHOLE_TRACE=1.
 WHOLE = os.environ.get("KVCACHE_WHOLE_TRACE") == "1"
-NUM_HOST, NUM_DISK, NUM_REQUESTS = (3000, 100_000, 12_031) if WHOLE else (600, 12_000, 1500)
+NUM_HOST, NUM_DISK, NUM_REQUESTS = (3000, 100_000, 12_031) if WHOLE else (300, 12_000, 700)
 
 
 def replayed_trace(manager, trace_path, num_requests):
