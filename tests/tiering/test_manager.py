@@ -151,6 +151,15 @@ def test_two_requests_share_one_promotion():
     assert bench.manager.policy.get(b"a").ref_cnt == 1
 
 
+def test_look_up_of_another_prompt_holds_its_prefix():
+    bench, context = Bench(num_blocks=4).on_tier(b"c"), ReqContext()
+    bench.store(b"a", b"b")
+    bench.step()
+    for head in keys_of("ab"):
+        assert bench.ask(head, b"c", context=context) is None
+        assert bench.manager.policy.get(head).ref_cnt == 1
+
+
 def test_promotion_that_does_not_fit_is_cut():
     bench = Bench(num_blocks=2, num_tier_blocks=4).on_tier(*keys_of("ab"))
     bench.store(b"p")

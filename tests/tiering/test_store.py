@@ -276,13 +276,13 @@ def test_changes_are_told_and_pinned_blocks_stay(tmp_path):
 class SteppedStore(KeyedStore):
     """Four rows a direction over a tier that ends one job when a call waits, while `hangs` only a load."""
 
-    def __init__(self):
+    def __init__(self, staging_bytes=1):
         self.now_s, self.hangs, self.stored = 0.0, False, []
         config = TierConfig(deadline_s=1.0, pause_s=0.5)
         super().__init__(
             lambda rows: (ManualTier(64, rows), config),
             BLOCK_BYTES,
-            staging_bytes=1,
+            staging_bytes=staging_bytes,
             on_change=lambda stored, removed: self.stored.extend(stored),
         )
 
@@ -301,6 +301,20 @@ def test_call_that_moves_on_is_not_late():
     assert all(get(store, range(20)))
     assert store.stored == [key_of(n) for n in range(20)]
     assert store.now_s > 2 * 4 * 0.9  # each call took several times its deadline
+
+
+def test_refused_jobs_are_halved_in_order(monkeypatch):
+    """The head of a prefix is stored last, so that it is the most recent."""
+    store, jobs = SteppedStore(staging_bytes=64 * 8192), []
+    for take in (store.tier.submit_store, store.tier.submit_load):
+
+        def submit(job_id, keys, block_ids, take=take):
+            jobs.append([int(key[3:]) for key in keys])
+            return len(keys) <= 2 and take(job_id, keys, block_ids)
+
+        monkeypatch.setattr(store.tier, take.__name__, submit)
+    assert all(put(store, range(4)) + get(store, range(4)))
+    assert jobs == [[3, 2, 1, 0], [1, 0], [3, 2], [0, 1, 2, 3], [0, 1], [2, 3]]
 
 
 def test_rows_of_hanging_stores_come_back():

@@ -11,7 +11,7 @@ import pytest
 from stores import load, store, until
 
 from kvcache.request import ReqContext
-from kvcache.tiers.disk.directory import directory_bytes
+from kvcache.tiers.disk.directory import clear_directory, directory_bytes
 from kvcache.tiers.disk.header import Header, TierDirectoryError, capacity_for, num_slots_within
 from kvcache.tiers.disk.maintenance import compact_tier, inspect_tier, verify_tier
 from kvcache.tiers.disk.tier import DiskTier
@@ -163,6 +163,8 @@ def test_second_writer_is_refused_not_reader(bench):
     store(tier, bench.keys(1, 2))
     with pytest.raises(TierDirectoryError, match=f"is in use by process {os.getpid()} on "):
         bench.open()
+    with pytest.raises(TierDirectoryError, match=f"is in use by process {os.getpid()} on "):
+        clear_directory(bench.path)
     reader = bench.open(read_only=True)
     assert load(reader, bench.keys(1, 2)).failed == []
     assert reader.submit_store(9, bench.keys(5), [0]) is False
