@@ -115,7 +115,9 @@ def conversation(shared):
         return [(request, make_keys(request.hash_ids)) for request in trace]
 
 
-@pytest.mark.parametrize("num_blocks", CAPACITIES)
+@pytest.mark.parametrize(
+    "num_blocks", [pytest.param(n, marks=[pytest.mark.slow] * (n not in (1000, 10000))) for n in CAPACITIES]
+)
 @pytest.mark.parametrize(
     ("policy", "store_threshold", "hits"),
     [*((name, 0, hits) for name, hits in PREFIX_HITS.items()), ("lru", 2, GATED_HITS)],

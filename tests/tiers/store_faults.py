@@ -217,7 +217,6 @@ class ValkeyFaults(ProxyFaults):
     LONGEST_JOB_S = 0.4
     NAMES = ("killed", "stopped", "cut", "garbage", "swallowed", "half_open", "a_byte_a_second")
     NAMES += ("full", "evicting", "wrong_credentials", "another_protocol", "another_tenants_values")
-    SLOW_NAMES = ()
 
     def __init__(self, folder, stack):
         self.server = ValkeyServer(folder)
@@ -295,9 +294,8 @@ class MooncakeFaults(ProxyFaults):
     # For the master and then for the node.
     LONGEST_JOB_S = 3.0
     NAMES = ("master_killed", "master_stopped", "node_stopped", "cut", "garbage", "half_open", "a_byte_a_second")
-    NAMES += ("full", "another_tenants_values")
     # It takes a master ten seconds to give up a node, and until then no client can use the store.
-    SLOW_NAMES = ("node_killed",)
+    NAMES += ("full", "another_tenants_values", "node_killed")
 
     def __init__(self, folder, stack):
         self.store = MooncakeStore(folder)

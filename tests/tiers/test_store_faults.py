@@ -1,7 +1,4 @@
-"""Every fault of a store, under load: no wrong byte, no late answer, no call that waits, and traffic that comes back.
-
-One fault after the other on one store, for as long as you like: ``tests/stress/test_store_faults.py``.
-"""
+"""Every fault of a store, under load: no wrong byte, no late answer, no call that waits; traffic comes back."""
 
 import os
 from contextlib import ExitStack
