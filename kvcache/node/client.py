@@ -31,7 +31,7 @@ from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats, NodeStats, Part
 from kvcache.node import protocol
-from kvcache.node.protocol import MULTI, PLACES, Frame, FrameReader, pack, pack_hello, pack_keys
+from kvcache.node.protocol import MULTI, PLACES, Frame, FrameReader, pack, pack_keys
 from kvcache.request import HintReader, ReqContext
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.transfer.shared_file import SharedBlocks
@@ -61,16 +61,16 @@ class _View:
 
     __slots__ = (
         *("end", "end_positions", "first", "has_ended", "held", "is_fresh", "keys", "num_loads", "number", "places"),
-        *("run", "since_s", "state", "writing"),
+        *("runs", "since_s", "state", "writing"),
     )
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.keys: list[bytes] = []
         self.places: dict[bytes, int] | None = None
-        self.held: dict[bytes, int] = {}
-        # Of the held blocks, the keys and the slots of the last answer.
-        self.run: tuple[list[bytes], Any] = [], np.empty(0, np.int32)
+        self.held: set[bytes] = set()
+        # The keys and slots of the held blocks, by answer: a load mostly asks for those of one.
+        self.runs: list[tuple[list[bytes], Any]] = []
         self.writing: dict[bytes, int] = {}
         # The key that the last look-up began with, the first one that it did not find, and that one's state.
         self.first: bytes | None = None
@@ -87,8 +87,13 @@ class _View:
     def forget_look_up(self) -> None:
         """Ask the owner again at the next look-up."""
         self.held.clear()
-        self.run = [], self.run[1][:0]
+        self.runs.clear()
         self.first, self.end, self.state, self.since_s = None, None, ABSENT, 0.0
+
+
+    def held_slots(self) -> dict[bytes, int]:
+        """Return the slots of the held blocks."""
+        return {key: slot for keys, slots in self.runs for key, slot in zip(keys, slots.tolist(), strict=True)}
 
 
 class _Grants:
@@ -127,7 +132,7 @@ class Link:
         try:
             sock.setblocking(False)
             sock.connect(str(self.folder / "socket"))
-            payload = pack_hello(self.hello, leases)
+            payload = json.dumps({**self.hello, "leases": leases}).encode()
             sock.setblocking(True)
             for option, seconds in ((socket.SO_SNDTIMEO, _SEND_S), (socket.SO_RCVTIMEO, self._patience_s)):
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)))
@@ -309,7 +314,7 @@ class NodeManager(OffloadingManager):
         self._views: dict[ReqContext, _View] = {}
         self._stale: list[_View] = []
         # The request of the last look-up, and those of its keys that are held and need no question.
-        self._last: tuple[ReqContext | None, Mapping[bytes, int]] = None, {}
+        self._last: tuple[ReqContext | None, Collection[bytes]] = None, ()
         self._grants = _Grants()
         self._unsent: list[bytes] = []
         self._last_number = 1
@@ -349,11 +354,13 @@ class NodeManager(OffloadingManager):
         return num_ready == 1 if is_one else num_ready
 
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> CPULoadStoreSpec:
-        view = self._view(req_context)
-        keys, held = as_key_list(keys), view.held
-        run, slots = view.run[0], view.run[1][: len(keys)]
-        if keys != run[: len(keys)]:
-            slots = [held[key] for key in keys]
+        view, keys = self._view(req_context), as_key_list(keys)
+        run, slots = view.runs[-1] if view.runs else ([], [])
+        if keys == run[: len(keys)]:
+            slots = slots[: len(keys)]
+        else:
+            slots_held = view.held_slots()
+            slots = [slots_held[key] for key in keys]
         view.num_loads += 1
         self._counts["loaded_blocks"] += len(keys)
         return CPULoadStoreSpec(slots)
@@ -460,7 +467,7 @@ class NodeManager(OffloadingManager):
                 del self._views[req_context]
             else:
                 self._release(view)
-        self._last = None, {}
+        self._last = None, ()
         self._tell_stored(0, False, self._grants.slots)
         self._grants = _Grants()
         self._due_reset = [version]
@@ -545,7 +552,7 @@ class NodeManager(OffloadingManager):
                     return self._look_up(view, place) if self._asks_tiers else ABSENT
         self._acquire(view, key, req_context.positions or keys)
         view.is_fresh = key != view.end
-        self._last = req_context, view.held if view.state == ABSENT else {}
+        self._last = req_context, view.held if view.state == ABSENT else ()
         return READY if key in view.held else view.state if key == view.end else ABSENT
 
     def _acquire(self, view: _View, key: bytes, keys: Collection[bytes]) -> None:
@@ -573,18 +580,19 @@ class NodeManager(OffloadingManager):
         return READY if view.keys[place] in view.held else state
 
     def _take(self, view: _View, start: int, answer: Frame) -> None:
-        ids = np.frombuffer(answer.payload, "<i4", -1, 4)
-        slots = ids.tolist()
+        slots = np.frombuffer(answer.payload, "<i4", -1, 4)
         self._counts["shared_hit_blocks"] += struct.unpack_from("<I", answer.payload)[0]
         keys = view.keys
         if answer.flag & PLACES:
-            half = len(slots) // 2
-            view.held.update((keys[place], slot) for place, slot in zip(slots[:half], slots[half:], strict=True))
+            places, slots = np.split(slots, 2)
+            run = [keys[place] for place in places.tolist()]
+            view.held.update(run)
             end = next((place for place in range(start, len(keys)) if keys[place] not in view.held), len(keys))
         else:
             end = start + len(slots)
-            view.run = keys[start:end], ids
-            view.held.update(zip(view.run[0], slots, strict=True))
+            run = keys[start:end]
+            view.held.update(run)
+        view.runs.append((run, slots))
         view.end = keys[end] if end < len(keys) else None
         view.state = answer.flag & 3
         if view.state == PENDING:
@@ -653,7 +661,7 @@ class NodeManager(OffloadingManager):
 
     def _leases(self) -> list[tuple[int, list[int], list[int]]]:
         views: Iterable[_View] = [*self._views.values(), *self._stale]
-        leases = [(view.number, list(view.held.values()), list(view.writing.values())) for view in views]
+        leases = [(view.number, list(view.held_slots().values()), list(view.writing.values())) for view in views]
         return [(0, [], self._grants.slots), *(lease for lease in leases if lease[1] or lease[2])]
 
     def _reconnect(self) -> None:

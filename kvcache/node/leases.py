@@ -92,6 +92,8 @@ class NodeLeases:
         for slot in reads + writes:
             if not (0 <= slot < self.num_slots and engine.counts[slot]) or (slot in writes and slot not in withheld):
                 raise ValueError(f"the engine does not hold slot {slot}")
+        if len({request for request, _, _ in requests}) < len(requests) or len({*writes}) < len(writes):
+            raise ValueError("the engine names a request, or a slot that it writes, twice")
         before, engine.leases = engine.leases, {}
         for request, read, _ in requests:
             if read:
@@ -158,9 +160,10 @@ class NodeLeases:
         if len(frame.payload) > first:
             keys, ends = unpack_keys(frame.payload, frame.key_bytes, first)
             lease.keys += keys
-            if ends:
-                positions = dict(zip(keys, ends, strict=True))
-                lease.context.set_offload_key_positions({**(lease.context.positions or {}), **positions})
+            if ends and lease.context.positions is None:
+                lease.context.set_offload_key_positions(dict(zip(keys, ends, strict=True)))
+            elif ends:
+                lease.context.positions.update(zip(keys, ends, strict=True))
         return lease
 
     def _acquire(self, engine: EngineLeases, frame: Frame) -> bytes:

@@ -29,7 +29,6 @@ HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, LOOKUP, RELEASE = range(1, 9)
 OFFER, SLOTS, STORED, END, RESET, STATS, DONE = range(9, 16)
 # A flag of ACQUIRE, and one of HELD; the lowest two bits of HELD are the state of the block behind those that are held.
 MULTI, PLACES = 1, 4
-_RESUMED = struct.Struct("<III")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -112,31 +111,15 @@ def unpack_stored(payload: bytes, key_bytes: int) -> tuple[list[int], list[bytes
     return slots, keys
 
 
-def pack_hello(hello: Mapping[str, Any], leases: Sequence[tuple[int, Sequence[int], Sequence[int]]] = ()) -> bytes:
-    """Return the payload of HELLO: the client's identity, and per request the slots that it reads and writes."""
-    text = json.dumps(hello, sort_keys=True).encode()
-    parts = [struct.pack("<I", len(text)), text]
-    for request, reads, writes in leases:
-        parts += [_RESUMED.pack(request, len(reads), len(writes)), np.array([*reads, *writes], "<i4").tobytes()]
-    return b"".join(parts)
-
-
 def unpack_hello(payload: bytes) -> tuple[dict[str, Any], list[tuple[int, list[int], list[int]]]]:
-    """Return what `pack_hello` wrote. ValueError or struct.error: it is not that."""
-    (num_bytes,) = struct.unpack_from("<I", payload)
-    start = 4 + num_bytes
-    if start > len(payload):
-        raise ValueError(f"a greeting of {num_bytes} bytes has {len(payload) - 4}")
-    hello = json.loads(payload[4:start])
+    """Return the identity of a client, and per request the slots that it reads and writes.
+
+    ValueError or TypeError: it is invalid.
+    """
+    hello = json.loads(payload)
     if not isinstance(hello, dict):
         raise ValueError("the greeting of a client must be a mapping")
-    leases = []
-    while start < len(payload):
-        request, num_reads, num_writes = _RESUMED.unpack_from(payload, start)
-        slots = np.frombuffer(payload, "<i4", num_reads + num_writes, start + _RESUMED.size).tolist()
-        leases.append((request, slots[:num_reads], slots[num_reads:]))
-        start += _RESUMED.size + 4 * len(slots)
-    return hello, leases
+    return hello, [(int(request), [*reads], [*writes]) for request, reads, writes in hello.pop("leases")]
 
 
 def differences(of_pool: Mapping[str, Any], of_engine: Mapping[str, Any]) -> list[str]:

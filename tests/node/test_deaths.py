@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager, suppress
 
 from node_harness import BLOCK_BYTES, prompt, turn
 
@@ -39,6 +40,21 @@ os._exit(0)
 """
 
 
+@contextmanager
+def other_engine(node):
+    """Start an engine that holds 8 blocks and writes 4; yield it and its worker's pid. Both are killed in the end."""
+    words = [sys.executable, "-c", ENGINE, str(node.folder), repr(node.identity), repr(node.options)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
+        worker = int(other.stdout.readline())
+        try:
+            yield other, worker
+        finally:
+            other.kill()
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+
+
 class DeathsFirst:
     """An owner's epoll that reports ends of processes first, and waits while `gate` is not set."""
 
@@ -62,10 +78,7 @@ def test_dead_engine_keeps_slots_until_worker_ends(node):
     turn(engine, *prompt(1, 8))
     engine.owner_figures()
     poll = node.owner._poll = DeathsFirst(node.owner)
-    words = [sys.executable, "-c", ENGINE, str(node.folder), repr(node.identity), repr(node.options)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
-        worker = int(other.stdout.readline())
+    with other_engine(node) as (other, worker):
         figures = engine.owner_figures()
         assert (figures["num_pending"], figures["num_referenced"]) == (4, 8)
         # The messages and both deaths arrive together.
@@ -92,10 +105,7 @@ def test_worker_alone_keeps_leases_of_engine(node):
     node = node(64)
     engine = node.engine("a", patience_s=30)
     turn(engine, *prompt(1, 8))
-    words = [sys.executable, "-c", ENGINE, str(node.folder), repr(node.identity), repr(node.options)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
-        worker = int(other.stdout.readline())
+    with other_engine(node) as (other, worker):
         other.kill()
         other.wait()
         time.sleep(0.3)

@@ -25,7 +25,7 @@ from kvcache.node import protocol
 from kvcache.node.client import NodeManager, greeting, register_worker
 from kvcache.node.ledger import MAX_ENGINES
 from kvcache.node.owner import Owner
-from kvcache.node.protocol import node_folder, pack, pack_hello
+from kvcache.node.protocol import node_folder, pack
 from kvcache.transfer.shared_file import SharedBlocks
 
 KILLS = Path(__file__).parents[1] / "isolated" / "node_kills.py"
@@ -153,7 +153,9 @@ def test_folder_open_to_others_is_refused(folder, mode):
 
 def _frames(node):
     """Return messages that no engine sends, by what is wrong with them."""
-    hello = pack(protocol.HELLO, 0, 0, pack_hello(greeting("bad", node.identity, node.options)))
+    text = json.dumps({**greeting("bad", node.identity, node.options), "leases": []})
+    hello = pack(protocol.HELLO, 0, 0, text.encode())
+    twice = pack(protocol.HELLO, 0, 0, text.replace("[]", "[[1, [], []], [1, [], []]]").encode())
     key = struct.pack("<I", 1) + b"k" * 36
     offer = pack(protocol.OFFER, 0, 1, key, 36)
     return {
@@ -161,7 +163,8 @@ def _frames(node):
         "too short": struct.pack("<IBBHI", 7, 1, 0, 0, 0),
         "unknown": hello + pack(77),
         "before the greeting": pack(protocol.ACQUIRE, 0, 1, struct.pack("<I", 0) + key, 36),
-        "greeting cut": pack(protocol.HELLO, 0, 0, struct.pack("<I", 1 << 20) + b"{}"),
+        "greeting cut": pack(protocol.HELLO, 0, 0, text[:-1].encode()),
+        "no list of leases": pack(protocol.HELLO, 0, 0, text.replace("[]", "[1]").encode()),
         "keys cut": hello + pack(protocol.OFFER, 0, 1, key[:-1], 36),
         "keys too long": hello + pack(protocol.OFFER, 0, 1, struct.pack("<I", 1) + b"k" * 64, 64),
         "slots of others": hello + pack(protocol.STORED, 1, 1, struct.pack("<Ii", 1, 0)),
@@ -169,6 +172,7 @@ def _frames(node):
         "keys of other slots": hello + pack(protocol.STORED, 1, 1, struct.pack("<I", 0) + key, 36),
         "half a slot": hello + pack(protocol.STORED, 1, 1, b"abc"),
         "another's lease": hello + pack(protocol.RELEASE, 0, 1) + pack(protocol.STORED, 0, 1, struct.pack("<Ii", 1, 3)),
+        "a request twice": hello + twice,
         "a slot twice": hello + offer + pack(protocol.STORED, 1, 1, struct.pack("<3i", 2, 4, 4)),
     }  # fmt: skip
 
