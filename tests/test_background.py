@@ -42,7 +42,7 @@ def test_background_stop_calls_the_last_step() -> None:
     assert calls == [1]
 
 
-def test_background_that_hangs_is_left_after_the_timeout() -> None:
+def test_hanging_background_is_left_after_timeout() -> None:
     release = threading.Event()
     thread = Background("test", lambda stopping: release.wait(60))
     assert not thread.stop(0.01)

@@ -77,7 +77,7 @@ def test_refuses_ids_that_are_none(ids, message):
         block_keys(ids, 1, SEED)
 
 
-def test_refuses_seeds_and_block_sizes_of_another_kind():
+def test_seeds_and_sizes_are_checked():
     for field in (True, None, 1.0, ["a"]):
         with pytest.raises(ValueError, match=r"seed's field must be str, bytes or int, got "):
             key_seed(field)
@@ -89,7 +89,7 @@ def test_refuses_seeds_and_block_sizes_of_another_kind():
             block_keys([1], 1, seed)
 
 
-def test_keys_cost_little_more_than_their_digests():
+def test_keys_cost_little_beside_digests():
     def least_s(compute):
         seconds = []
         for _ in range(5):

@@ -69,7 +69,7 @@ BAD = {
 @pytest.mark.parametrize(
     ("parse", "value", "expected"), [(parse, *row) for parse, rows in GOOD.items() for row in rows], ids=name_of
 )
-def test_parse_number_with_or_without_a_unit(parse: Any, value: Any, expected: float) -> None:
+def test_numbers_parse_with_any_unit(parse: Any, value: Any, expected: float) -> None:
     found = parse("memory", value)
     assert found == (expected if parse in (parse_size, parse_count) else pytest.approx(expected, rel=1e-12))
 
@@ -77,7 +77,7 @@ def test_parse_number_with_or_without_a_unit(parse: Any, value: Any, expected: f
 @pytest.mark.parametrize(
     ("parse", "message", "value"), [(*key, value) for key, values in BAD.items() for value in values], ids=name_of
 )
-def test_parse_invalid_number_is_refused_with_its_name(parse: Any, message: str, value: Any) -> None:
+def test_invalid_number_raises_with_name(parse: Any, message: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^memory must be {re.escape(message)}.*") as caught:
         parse("memory", value)
     assert ", got " in str(caught.value)
@@ -176,7 +176,7 @@ def test_split_parts_options_by_name() -> None:
     assert split({"advanced": 5, "b": 2}, ["a"]) == ({"advanced": 5}, {"b": 2})
 
 
-def test_options_as_markdown_lists_value_default_and_reason() -> None:
+def test_markdown_lists_options_and_reasons() -> None:
     assert Example.as_markdown().splitlines()[2:] == [
         "| `memory` | size | required | always |",
         "| `deadline_s` | duration | `5.0` | answers are late |",
@@ -184,7 +184,7 @@ def test_options_as_markdown_lists_value_default_and_reason() -> None:
     ]
 
 
-def test_unknown_keys_are_named_with_what_they_resemble() -> None:
+def test_unknown_keys_name_similar_ones() -> None:
     assert name_unknown({"cache_polcy": 1, "zzz": 2, "tiers": []}, {"cache_policy", "tiers"}) == (
         "cache_polcy (did you mean 'cache_policy'?), zzz"
     )

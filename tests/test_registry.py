@@ -51,7 +51,7 @@ def test_policy_resolves_by_class_or_path() -> None:
         (None, "got None"),
     ],
 )
-def test_what_leads_to_no_policy_is_refused(choice: Any, message: str) -> None:
+def test_non_policy_is_refused(choice: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CPUOffloadingManager(16, 4, choice)
 

@@ -122,7 +122,7 @@ def test_request_is_offloaded_by_block() -> None:
     assert RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL).policy is OffloadPolicy.REQUEST_LEVEL
 
 
-def test_retention_invalid_priority_or_ttl_is_refused() -> None:
+def test_invalid_priority_or_ttl_is_refused() -> None:
     for priority in (-2, 4, 1.0, True, "2", None):
         with pytest.raises(ValueError, match=rf"priority must be an int in -1\.\.3.*{priority!r}"):
             Retention(priority)
@@ -166,7 +166,7 @@ def test_specs_hold_ids_as_int64(given: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [[[1, 2]], [1.5], ["a"], 3, [True]])
-def test_specs_of_other_values_than_ids_are_refused(bad: Any) -> None:
+def test_specs_take_ids_only(bad: Any) -> None:
     with pytest.raises(ValueError, match="block_ids must be"):
         CPULoadStoreSpec(bad)
 

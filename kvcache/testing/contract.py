@@ -92,7 +92,7 @@ class PolicyContract:
         assert policy.get(_KEYS[1]) is None
         assert sorted(drained(policy)) == [_KEYS[0], _KEYS[2]]
 
-    def test_removed_key_is_absent_and_can_return(self) -> None:
+    def test_removed_key_can_return(self) -> None:
         policy, _ = self.filled(1)
         policy.remove(_KEYS[0])
         with pytest.raises(KeyError):
@@ -120,7 +120,7 @@ class PolicyContract:
         assert [policy.get(key) for key in _KEYS[5:8]] == [None] * 3
         assert sorted(drained(policy)) == _KEYS[:2]
 
-    def test_evict_returns_exactly_n_blocks_with_their_keys(self) -> None:
+    def test_evict_returns_exactly_n_blocks(self) -> None:
         policy, blocks = self.filled(6)
         victims = policy.evict(4, set())
 
@@ -211,7 +211,7 @@ class PolicyContract:
         )
         assert manager.lookup(_KEYS[:6]) == 4
 
-    def test_agrees_with_its_reference_under_every_manager(self) -> None:
+    def test_agrees_with_reference_under_every_manager(self) -> None:
         machine = cache_machine(self.policy, self.reference)
         with shrinking_within(self.verdict_s / 10):
             run_within(self.verdict_s, lambda: run_state_machine_as_test(machine))

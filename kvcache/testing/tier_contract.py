@@ -90,7 +90,7 @@ class TierContract(ABC):
             _expect("keys stored", sorted(bench.store(_keys(0, 1)).done), _keys(0, 1))
             _expect("keys loaded", sorted(bench.load(_keys(0, 1)).done), _keys(0, 1))
 
-    def test_exists_answers_key_by_key_in_order(self, tmp_path: Path) -> None:
+    def test_exists_answers_keys_in_order(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 16) as bench:
             tier_type = bench.tier.tier_type
             if not issubclass(tier_type, JobTier) or tier_type.exists is JobTier.exists:
@@ -148,7 +148,7 @@ class TierContract(ABC):
             changed = np.flatnonzero(bench.host_blocks[2:].any(axis=1)) + 2
             _expect("host blocks that a load of blocks 0 and 1 changed", changed.tolist(), [])
 
-    def test_full_tier_makes_room_and_names_what_left(self, tmp_path: Path) -> None:
+    def test_full_tier_names_evicted_blocks(self, tmp_path: Path) -> None:
         if not self.evicts:
             pytest.skip("the tier does not evict")
         with _Bench(self, tmp_path, 4) as bench:
@@ -161,7 +161,7 @@ class TierContract(ABC):
             _expect("blocks found of the one that came", bench.found(_keys(4)), 1)
             _expect("stats().num_held", bench.tier.stats().num_held, 4)
 
-    def test_tier_holds_no_more_than_its_capacity(self, tmp_path: Path) -> None:
+    def test_tier_stays_within_its_capacity(self, tmp_path: Path) -> None:
         if not self.is_bounded:
             pytest.skip("the tier has no bound of its own")
         with _Bench(self, tmp_path, 4) as bench:
@@ -181,7 +181,7 @@ class TierContract(ABC):
             bench.tier.on_request_finished(context)
             _expect("blocks found that were only touched", bench.found(_keys(0)), 0)
 
-    def test_job_may_be_cancelled_at_any_time(self, tmp_path: Path) -> None:
+    def test_job_cancels_at_any_time(self, tmp_path: Path) -> None:
         with _Bench(self, tmp_path, 16) as bench:
             bench.store(_keys(0))
             bench.tier.cancel(bench.last_job)

@@ -35,7 +35,7 @@ def test_start_logs_configuration_in_one_line(monkeypatch, caplog):
     assert found["block_bytes"] == 0  # not known without refs
 
 
-def test_secrets_are_left_out_wherever_they_stand():
+def test_secrets_are_left_out_everywhere():
     given = {
         "tiers": [{"url": "valkey://user:pw@host:1/0", "password": "pw", "options": {"auth_token": "t"}}],
         "API_KEY": "k",
@@ -48,7 +48,7 @@ def test_secrets_are_left_out_wherever_they_stand():
     }
 
 
-def test_debug_writes_to_standard_error_where_nobody_logs(logger, monkeypatch):
+def test_debug_without_handlers_writes_to_stderr(logger, monkeypatch):
     monkeypatch.setenv("KVCACHE_LOG", "DEBUG")
     monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: bool(self.handlers))
     logger.handlers = []

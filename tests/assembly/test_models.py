@@ -48,13 +48,13 @@ LLAMA |= {"hidden_size": 4096, "intermediate_size": 14336}
         ({"n_layer": 12, "n_head": 12, "n_embd": 768}, 36864),
     ],
 )
-def test_config_of_a_model_gives_the_shape(tmp_path, config, token_bytes):
+def test_config_of_model_gives_shape(tmp_path, config, token_bytes):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert model_of(str(path)).token_bytes == model_of(str(tmp_path)).token_bytes == token_bytes
 
 
-def test_config_with_sliding_and_recurrent_layers_counts_them(tmp_path):
+def test_config_counts_sliding_and_recurrent_layers(tmp_path):
     path = tmp_path / "config.json"
     kinds = ["linear_attention"] * 4 + ["sliding_attention"] * 3 + ["full_attention"]
     path.write_text(json.dumps(LLAMA | {"num_hidden_layers": 8, "layer_types": kinds}))
@@ -63,7 +63,7 @@ def test_config_with_sliding_and_recurrent_layers_counts_them(tmp_path):
     assert model.layer_note == "3 sliding layers, counted in full; 4 recurrent layers, not counted"
 
 
-def test_config_of_a_model_gives_about_its_parameters(tmp_path):
+def test_config_of_model_gives_parameters(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
     assert model_of(str(path)).num_params == pytest.approx(7.0e9, rel=0.01)

@@ -67,7 +67,7 @@ def gpu(*block_ids):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_blocks_of_all_ranks_come_back_from_disk(tmp_path, world_size):
+def test_blocks_of_ranks_return_from_disk(tmp_path, world_size):
     configs = [config_of(tmp_path, rank, world_size) for rank in range(world_size)]
     manager = make_spec(configs[0]).get_manager()
     assert isinstance(manager, TieredOffloadingManager)
@@ -119,7 +119,7 @@ def manager(tmp_path):
     manager.shutdown()
 
 
-def test_second_engine_on_the_same_pool_is_refused(manager, tmp_path):
+def test_second_engine_on_pool_is_refused(manager, tmp_path):
     with pytest.raises(ValueError, match="belongs to another engine; give this one a pool_path of its own"):
         make_spec(config_of(tmp_path)).get_manager()
 
@@ -182,7 +182,7 @@ def test_another_model_is_refused(tmp_path):
         ({"type": "memory", "capacity": "8PiB"}, {}, "a memory tier of .* blocks does not fit"),
     ],
 )
-def test_make_spec_value_out_of_range_creates_nothing(tmp_path, tier, others, message):
+def test_spec_out_of_range_creates_nothing(tmp_path, tier, others, message):
     options = config_of(tmp_path).extra_config
     options["advanced"]["pool_path"] = str(tmp_path / "pool")
     options["tiers"] = [tier if "type" in tier else options["tiers"][0] | tier]
@@ -238,7 +238,7 @@ def test_direct_io_works_from_shared_memory(manager, tmp_path):
         probe.shutdown()
 
 
-def test_arbiter_is_switched_on_tier_by_tier():
+def test_arbiter_is_switched_on_per_tier():
     from kvcache.assembly.assemble import OffloadSettings
 
     tiers = [{"type": "memory", "capacity": "1MiB"}, {"type": "memory", "capacity": "1MiB", "arbiter": True}]

@@ -64,7 +64,7 @@ def test_check_prints_the_version(check, run_json, tmp_path):
     assert run_json("check", tmp_path / "c.json")["version"] == kvcache.__version__
 
 
-def test_settings_of_vllm_are_found_inside_its_own(check):
+def test_settings_are_found_inside_vllms_own(check):
     status, text = check({"kv_transfer_config": CONNECTOR | ours()}, "--model", "llama-3.1-8b", "--json")
     findings = json.loads(text)["findings"]
     assert status == 0
@@ -73,7 +73,7 @@ def test_settings_of_vllm_are_found_inside_its_own(check):
     assert not {"options", "connector"} & {finding["subject"] for finding in findings}
 
 
-def test_errors_end_with_status_1_and_are_counted(check, tmp_path):
+def test_errors_are_counted_with_status_1(check, tmp_path):
     status, text = check({"num_cpu_blocks": 8, "cache_policy": "lru2"})
     assert status == 1
     assert "unknown policy 'lru2'" in text
@@ -91,7 +91,7 @@ def test_errors_end_with_status_1_and_are_counted(check, tmp_path):
         ({"block_size": 16}, {"block_size": 64}, "ignores events of another block size"),
     ],
 )
-def test_check_vllm_events_that_routers_ignore_warns(check, engine, options, warning):
+def test_check_warns_of_ignored_vllm_events(check, engine, options, warning):
     events = {"kv_events_config": {"enable_kv_cache_events": True}}
     transfer = ours(**{"self_describing_kv_events": True, "cpu_bytes_to_use": 1 << 20} | options)
     status, text = check({**engine, **events, "kv_transfer_config": transfer}, "--strict")
@@ -100,7 +100,7 @@ def test_check_vllm_events_that_routers_ignore_warns(check, engine, options, war
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"kv_transfer_config": 3}', "\x00"])
-def test_what_is_no_configuration_is_bad_input(check, text):
+def test_non_configuration_is_bad_input(check, text):
     status, shown = check(text)
     assert (status, shown.startswith("kvcache: error: ")) == (2, True)
 
@@ -236,7 +236,7 @@ def test_check_storage_of_sglang(check, tmp_path, changes, message):
     assert message in text
 
 
-def test_check_node_pool_names_what_is_there(check, monkeypatch):
+def test_check_names_the_existing_node_pool(check, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     name = f"check-{os.getpid()}"
     folder = Path(f"/dev/shm/kvcache-{os.geteuid()}/node-{name}")

@@ -33,7 +33,7 @@ def error_of(run, *argv):
     return lines[0].removeprefix("kvcache: error: ")
 
 
-def test_replay_counts_hits_and_prints_a_table(run, trace):
+def test_replay_prints_a_table_of_hits(run, trace):
     status, out, err = run("replay", trace, "--no-data", "--blocks", 2)
     assert (status, err) == (0, "")
     assert "block hit rate" in out
@@ -70,7 +70,7 @@ def test_demo_needs_no_file(run_json):
     assert document["hit_blocks"] == run_json(*argv)["hit_blocks"] > 0
 
 
-def test_gate_stores_what_was_offered_often_enough(run_json, trace):
+def test_gate_stores_blocks_offered_often_enough(run_json, trace):
     document = run_json("replay", trace, "--no-data", "--store-threshold", 2)
     assert (document["store_threshold"], document["stored_blocks"], document["hit_blocks"]) == (2, 2, 2)
 
@@ -81,7 +81,7 @@ def test_what_if_tells_of_other_capacities(run, run_json):
     assert run_json(*argv)["what_if"]["capacities"]
 
 
-def test_bad_lines_can_be_skipped_and_are_counted(run, run_json, trace):
+def test_skipped_bad_lines_are_counted(run, run_json, trace):
     with trace.open("a") as file:
         file.write('{"timestamp": 1}\n')
     assert error_of(run, "replay", trace, "--no-data").startswith(f"{trace}:4: lacks 'hash_ids'")
@@ -177,7 +177,7 @@ def imported_by(code):
     return set(done.stdout.split())
 
 
-def test_building_the_command_line_imports_nothing_heavy():
+def test_command_line_imports_nothing_heavy():
     modules = imported_by("from kvcache.cli import build_app; build_app()")
     assert not modules & {"torch", "numpy", "rich", "matplotlib", "kvcache.control.cpu"}
 
@@ -186,7 +186,7 @@ def test_building_the_command_line_imports_nothing_heavy():
     ("seconds", "shown"),
     [(0.0, "0 s"), (2e-6, "2 us"), (119.6, "120 s"), (125, "2 min 05 s"), (9864, "2 h 44 min"), (187_000, "2 d 3 h")],
 )
-def test_format_seconds_uses_units_that_a_person_reads(seconds, shown):
+def test_format_seconds_uses_readable_units(seconds, shown):
     assert format_seconds(seconds) == shown
 
 

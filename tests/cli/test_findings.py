@@ -61,7 +61,7 @@ def test_check_names_missing_packages_with_extra(monkeypatch):
         assert f"pip install 'kvcache[{extra}]', or in a checkout: pip install '.[{extra}]'" in found
 
 
-def test_check_continues_behind_a_wrong_spec_name():
+def test_check_continues_behind_wrong_spec_name():
     findings = check_config({"num_cpu_blocks": 8, "spec_name": "teiring", "exporters": ["status"]}, block_bytes=1)
     assert [finding.subject for finding in findings][:2] == ["options", "pool"]
 
@@ -94,7 +94,7 @@ def test_room_is_checked_with_tiers_only(tmp_path):
         ("kvcache.assembly.assemble:OffloadSettings", "kvcache.control.cpu:CPUOffloadingManager"),
     ],
 )
-def test_options_defaults_are_those_of_the_constructor(options, constructor):
+def test_option_defaults_equal_the_constructors(options, constructor):
     table, made = (
         getattr(importlib.import_module(module), name) for module, name in (options.split(":"), constructor.split(":"))
     )

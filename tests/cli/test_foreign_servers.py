@@ -80,7 +80,7 @@ def bound(kind, backlog=None):
         (bound(socket.SOCK_SEQPACKET, 1), 1, "Protocol wrong type"),
     ],
 )
-def test_path_that_nobody_answers_at_is_named(run, tmp_path, command, make, status, error):
+def test_silent_path_is_named(run, tmp_path, command, make, status, error):
     path = tmp_path / "s"
     made = make(path)
     try:
@@ -109,7 +109,7 @@ def test_overlong_socket_path_is_named(run, tmp_path, monkeypatch):
     [b"", b"SSH-2.0-OpenSSH\r\n", b"\xff\xfe", b"[]\n", b'{"ok": true', b'{"ok": false}\n', b"[" * 5000, b"x" * 70_000],
     ids=range(8),
 )
-def test_answer_that_is_none_names_the_path(run, tmp_path, command, answer, monkeypatch):
+def test_foreign_answer_names_the_path(run, tmp_path, command, answer, monkeypatch):
     monkeypatch.setattr(status_module, "MAX_ANSWER_BYTES", 65_536)
     path = tmp_path / "s"
     with engine_answering(path, {"status": answer, "samples": answer}):
@@ -134,7 +134,7 @@ def test_answer_that_is_none_names_the_path(run, tmp_path, command, answer, monk
     ],
     ids=range(9),
 )
-def test_status_of_another_shape_names_the_path(run, tmp_path, value, arguments):
+def test_status_of_other_shape_names_path(run, tmp_path, value, arguments):
     path = tmp_path / "s"
     with engine_answering(path, {"status": result(value)}):
         code, out, text = run("status", "--socket", path, *arguments)
@@ -152,7 +152,7 @@ def test_status_of_another_shape_names_the_path(run, tmp_path, value, arguments)
     ],
     ids=range(4),
 )
-def test_samples_that_are_no_numbers_name_the_path(run, tmp_path, samples):
+def test_samples_without_numbers_name_the_path(run, tmp_path, samples):
     path = tmp_path / "s"
     with engine_answering(path, {"samples": result(samples)}):
         code, out, text = run(*TOP, "--socket", path)
@@ -171,7 +171,7 @@ def test_samples_that_are_no_numbers_name_the_path(run, tmp_path, samples):
     ],
     ids=range(5),
 )
-def test_what_if_of_another_shape_is_left_out(run, tmp_path, what_if):
+def test_estimate_of_other_shape_is_omitted(run, tmp_path, what_if):
     path = tmp_path / "s"
     samples = result({"time_s": 1, "labels": {}, "samples": [["tier_held_blocks", "gauge", {"medium": "[/red]"}, 1]]})
     with engine_answering(path, {"samples": samples, "what_if": result(what_if)}):
@@ -181,7 +181,7 @@ def test_what_if_of_another_shape_is_left_out(run, tmp_path, what_if):
     assert "[/red]" in out
 
 
-def test_nothing_that_an_engine_says_steers_the_terminal(run, tmp_path):
+def test_engine_text_never_steers_the_terminal(run, tmp_path):
     path = tmp_path / "s"
     evil = "\x1b[2J\ud800[/red]"
     part = {"name": evil, "labels": {evil: evil}, "stats": {evil: evil}}
@@ -230,7 +230,7 @@ def test_parse_metrics_of_many_series_raises(monkeypatch):
         frames.parse_metrics(page, 0.0, "x")
 
 
-def test_parse_metrics_skips_the_series_of_others():
+def test_parse_metrics_skips_foreign_series():
     others = "".join(f'python_info{{number="{number}"}} 1\n' for number in range(100_000))
     frame = frames.parse_metrics(f"{others}kvcache_free_blocks 3\n{others}", 0.0, "x")
     assert frame.values == {("free_blocks", ()): 3.0}

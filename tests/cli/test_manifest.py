@@ -62,13 +62,13 @@ VLLM = "Deployment/vllm, vllm"
         ("key: kv-transfer-config", "key: config", "error", VLLM, "'$(KV_TRANSFER_CONFIG)', which no"),
     ],
 )
-def test_check_planted_mistake_is_the_only_finding(tmp_path, old, new, level, subject, text):
+def test_planted_mistake_is_the_only_finding(tmp_path, old, new, level, subject, text):
     ((found_level, found_subject, found_text),) = faults(tmp_path, (old, new))
     assert (found_level, found_subject) == (level, subject)
     assert text in found_text
 
 
-def test_check_two_pods_on_one_volume_is_error(tmp_path):
+def test_two_pods_on_one_volume_fail(tmp_path):
     documents = list(yaml.safe_load_all(EXAMPLE))
     other = json.loads(json.dumps(documents[2]))
     other["metadata"]["name"] = "other"
@@ -106,7 +106,7 @@ def test_stateful_set_with_claims_passes_check(tmp_path):
         "args: ['--kv_transfer_config={\"kv_connector_extra_config\": 3}']",
     ],
 )
-def test_check_configuration_in_the_command_is_found(tmp_path, command):
+def test_configuration_in_command_is_found(tmp_path, command):
     ((level, _, text),) = faults(tmp_path, (COMMAND, command))
     assert level == "error"
     assert text.endswith("""got '{"kv_connector_extra_config": 3}'""")
@@ -139,7 +139,7 @@ def test_check_manifest_command_fails_on_errors(run, tmp_path):
     assert (status, f"1 of 5 checks of {path} failed" in err) == (1, True)
 
 
-def test_service_monitor_selects_a_port_of_the_service():
+def test_service_monitor_selects_port_of_service():
     monitor = yaml.safe_load((CONTAINERS / "service-monitor.yaml").read_text())
     (service,) = [one for one in yaml.safe_load_all(EXAMPLE) if one["kind"] == "Service"]
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()

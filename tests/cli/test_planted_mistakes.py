@@ -270,7 +270,7 @@ def test_correct_configuration_is_passed_silently(
     assert faults_of(edited(base, edit, folder, busy_port), folder, monkeypatch) == []
 
 
-def test_check_names_every_fault_of_an_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_names_every_entrys_faults(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = {"type": "disk", "capacity": "big", "deadline_s": 0, "codec": {"type": "zip"}, "spede": 1}
     extra = {"eviction_policy": "arc", "cpu_bytes_to_use": "many", "block_size": "16", "exporters": ["kv_event"]}
     edit = {f"{EXTRA}.{name}": value for name, value in {**extra, "tiers.0": entry}.items()}

@@ -38,7 +38,7 @@ def test_no_engine_is_a_clear_error(run, engine):
     assert (code, "no engine answers in" in error) == (2, True)
 
 
-def test_status_socket_of_ended_process_is_removed(run, engine):
+def test_socket_of_ended_process_is_removed(run, engine):
     path = Path(engine.telemetry.exporters[0].address)
     ended = path.with_name(f"status-{1 << 30}.sock")
     with socket.socket(socket.AF_UNIX) as left:

@@ -55,7 +55,7 @@ def test_inspect_says_what_is_there(run, run_json, folder):
     assert "10 of 16" in run("tier", "inspect", folder)[1]
 
 
-def test_inspect_says_what_other_users_can_read(run, run_json, folder):
+def test_inspect_says_who_can_read(run, run_json, folder):
     assert run_json("tier", "inspect", folder)["shared_names"] == []
     folder.chmod(0o755)
     (folder / "data").chmod(0o644)
@@ -63,7 +63,7 @@ def test_inspect_says_what_other_users_can_read(run, run_json, folder):
     assert "open to other users   ., data" in run("tier", "inspect", folder)[1]
 
 
-def test_folder_in_use_can_only_be_inspected(run, folder):
+def test_folder_in_use_allows_inspection_only(run, folder):
     with opened(folder):
         assert run("tier", "inspect", folder)[0] == 0
         for command in (("compact", folder), ("clear", folder, "--yes")):
@@ -112,7 +112,7 @@ def test_target_without_disk_tier_is_named(run, tmp_path, command):
         assert "secret" not in err
 
 
-def test_clear_deletes_the_blocks_of_any_format(run_json, folder):
+def test_clear_deletes_blocks_of_any_format(run_json, folder):
     (folder / "kvcache.json").write_text('{"format": "kvcache disk tier", "version": 99}')
     assert run_json("tier", "clear", folder, "--yes")["bytes"] > 0
     assert [name.name for name in folder.iterdir()] == ["lock"]
@@ -164,7 +164,7 @@ def test_replay_over_disk_tier_finds_evicted(run, run_json, write_trace, tmp_pat
     assert (status, "6 blocks found, 0 stored" in out) == (0, True)
 
 
-def test_another_trace_is_refused_in_the_same_folder(run, write_trace, tmp_path):
+def test_other_trace_in_folder_is_refused(run, write_trace, tmp_path):
     argv = ["--blocks", 4, "--block-bytes", "4KiB", "--tier", f"{tmp_path / 'tier'}:1MiB"]
     one, other = (write_trace(requests).rename(tmp_path / name) for name, requests in (("1", TRACE), ("2", TRACE[:2])))
     assert run("replay", one, *argv)[0] == 0

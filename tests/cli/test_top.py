@@ -92,13 +92,13 @@ def test_engine_with_tier_fits_small_terminal():
     assert " ".join(lines[10].split()) == "DISK 1,234,567 2,000,000 11.82 TiB 0 B 0 B 0 reads paused"
 
 
-def test_what_if_of_other_policies_shows_actual_share():
+def test_what_if_shows_actual_share():
     values = {("needed_blocks", ()): 8.0, ("loaded_blocks", ()): 3.0}
     lines = shown(values, WhatIf("gittins", 4, [2, 4], {"lru": [0.5, 1.0]}))
     assert [" ".join(line.split()) for line in lines[-2:]] == ["lru 50.0% 100.0%", "gittins* (loaded) - 37.5%"]
 
 
-def test_tiers_of_one_medium_are_told_apart():
+def test_tiers_of_one_medium_differ():
     lines = shown(tier_values(0) | tier_values(1) | tier_values(2, "VALKEY"), width=120)
     named = [line.partition(" 1,234")[0].rstrip() for line in lines if "1,234,567" in line]
     assert named == ["DISK 0", "DISK 1", "VALKEY"]
@@ -156,7 +156,7 @@ def test_paused_and_unavailable_tiers_are_named():
     ("arguments", "status", "error"),
     [(("--url", "http://127.0.0.1:1/metrics"), 1, "does not answer"), (("--once",), 2, "no engine answers")],
 )
-def test_engine_that_does_not_answer_is_named(arguments, status, error, run, tmp_path, monkeypatch):
+def test_silent_engine_is_named(arguments, status, error, run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     code, _, text = run("top", *arguments)
     assert (code, error in text) == (status, True), text

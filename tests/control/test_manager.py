@@ -57,7 +57,7 @@ def test_lookup_returns_ready_run(make: Make) -> None:
     assert [*map(repr, answers)] == ["False", "False", "True", "2", "1", "0", "0"]
 
 
-def test_every_load_takes_a_reference_of_its_own(make: Make) -> None:
+def test_every_load_takes_own_reference(make: Make) -> None:
     manager = make(2)
     store(manager, A, B)
     for _ in range(500):
@@ -99,7 +99,7 @@ def test_load_in_wrong_state_changes_nothing(
     assert everything(manager) == before
 
 
-def test_failed_store_returns_slots_in_the_order_given(make: Make) -> None:
+def test_failed_store_returns_slots_in_order(make: Make) -> None:
     manager = make(4)
     manager.prepare_store([A, B, C, D])
     manager.complete_store([A])
@@ -114,7 +114,7 @@ def test_failed_store_returns_slots_in_the_order_given(make: Make) -> None:
 
 
 @pytest.mark.parametrize("form", [iter, set])
-def test_every_call_takes_any_iterable_of_keys(make: Make, form: Callable[[list[bytes]], Iterable[bytes]]) -> None:
+def test_every_call_takes_any_iterable(make: Make, form: Callable[[list[bytes]], Iterable[bytes]]) -> None:
     manager = make(2)
     assert sorted(manager.prepare_store(form([A, B])).keys_to_store) == [A, B]
     manager.complete_store(form([A, B]))

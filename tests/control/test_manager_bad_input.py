@@ -60,7 +60,7 @@ def short(value: object) -> str:
 
 
 @pytest.mark.parametrize(("method", "keys", "message", "bad"), BAD_CALLS, ids=short)
-def test_call_with_invalid_keys_raises_before_anything_changes(
+def test_invalid_keys_raise_before_any_change(
     manager: CPUOffloadingManager, method: str, keys: Any, message: str, bad: object
 ) -> None:
     before = seen(manager)

@@ -29,7 +29,7 @@ def counts(manager: CPUOffloadingManager) -> dict[str, int]:
     return {name: number for name in names if (number := getattr(manager, name))}
 
 
-def test_moves_count_as_none_of_the_engines_calls(policy: Any) -> None:
+def test_moves_count_as_no_engine_calls(policy: Any) -> None:
     manager = CPUOffloadingManager(16, 4, policy, store_threshold=2)
     output = manager.reserve([A, B, C], is_move=True)
     assert output is not None
@@ -58,7 +58,7 @@ def test_engines_calls_are_counted(policy: Any) -> None:
     }  # fmt: skip
 
 
-def test_reserve_leading_takes_the_prefix_that_fits(policy: Any) -> None:
+def test_reserve_leading_takes_fitting_prefix(policy: Any) -> None:
     manager = CPUOffloadingManager(16, 6, policy)
     store(manager, A)
     manager.pin([A])
@@ -69,7 +69,7 @@ def test_reserve_leading_takes_the_prefix_that_fits(policy: Any) -> None:
     assert manager.reserve_leading([b"G"]) is None
 
 
-def test_reserve_leading_beside_withheld_slots_takes_fewer(policy: Any) -> None:
+def test_reserve_leading_skips_withheld_slots(policy: Any) -> None:
     manager = CPUOffloadingManager(16, 4, policy)
     manager.withhold([2, 3])
     output = manager.reserve_leading([A, B, C, D])
@@ -85,7 +85,7 @@ def test_threshold_below_two_stores_at_once(threshold: int, policy: Any) -> None
 
 
 @pytest.mark.parametrize("success", [True, False])
-def test_success_may_stand_in_place_of_the_context(success: bool, policy: Any) -> None:
+def test_success_may_replace_the_context(success: bool, policy: Any) -> None:
     manager = CPUOffloadingManager(16, 4, policy)
     manager.prepare_store([A])
     manager.complete_store([A], success)
@@ -131,7 +131,7 @@ def test_request_opened_while_opening_is_one() -> None:
     assert opened[1] is context.request_keys[manager]
 
 
-def test_shutdown_closes_the_telemetry_before_the_recorder() -> None:
+def test_shutdown_closes_telemetry_before_recorder() -> None:
     class Part:
         def __init__(self, name: str) -> None:
             self.close = self.stop = lambda: calls.append(name)
@@ -143,7 +143,7 @@ def test_shutdown_closes_the_telemetry_before_the_recorder() -> None:
     assert calls == ["telemetry", "recorder"]
 
 
-def test_blocks_that_a_policy_declines_count_as_needed() -> None:
+def test_declined_blocks_count_as_needed() -> None:
     manager = CPUOffloadingManager(16, 4, "gittins")
     context = ReqContext()
     store(manager, A, B, C, D, context=context)

@@ -80,7 +80,7 @@ def raised(manager: CPUOffloadingManager) -> int:
     return manager.stats().retained_blocks
 
 
-def test_priorities_leave_from_the_lowest_to_the_highest(clock: ReplayClock) -> None:
+def test_lowest_priority_leaves_first(clock: ReplayClock) -> None:
     for policy in POLICIES:
         manager = CPUOffloadingManager(16, 8, policy, clock=clock, retention_share=1)
         for key, priority in ((A, 3), (B, 2), (C, 1), (D, 0), (E, -1), (F, 0), (G, -1), (H, 1)):
@@ -129,7 +129,7 @@ def test_beyond_share_nearest_expiry_falls_first(manager: CPUOffloadingManager) 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_at_most_256_fall_in_one_call(policy: str, clock: ReplayClock) -> None:
+def test_one_call_lowers_256_at_most(policy: str, clock: ReplayClock) -> None:
     manager = CPUOffloadingManager(16, 10_000, policy, clock=clock)
     store(manager, [b"%d" % i for i in range(650)], 1, 10)
     clock.now_s += 10
@@ -211,7 +211,7 @@ def test_shortest_ttl_expires_longest_holds(
         ({"clock": 5}, "clock must be callable, got 5"),
     ],
 )
-def test_invalid_share_or_clock_is_an_error(options: dict[str, Any], message: str) -> None:
+def test_invalid_share_or_clock_raises(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CPUOffloadingManager(16, 8, **options)
 
@@ -308,7 +308,7 @@ def test_context_hint_of_wrong_type_raises(manager: CPUOffloadingManager) -> Non
 
 
 @pytest.mark.parametrize("params", [None, {}, {"other": 1}, {"kvcache": {}}, "text", 7])
-def test_no_hint_from_the_engine_is_no_fault(params: Any, manager: CPUOffloadingManager) -> None:
+def test_engine_without_hint_is_no_fault(params: Any, manager: CPUOffloadingManager) -> None:
     manager.touch([A], ReqContext(kv_transfer_params=params))
 
     assert manager.stats().ignored_hints == 0

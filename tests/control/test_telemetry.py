@@ -106,7 +106,7 @@ def test_worst_call_is_kept_with_kind() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES.names())
-def test_policies_show_quantities_that_fit_what_they_hold(policy: str) -> None:
+def test_policies_show_fitting_quantities(policy: str) -> None:
     manager = CPUOffloadingManager(16, 4, policy)
     output = manager.prepare_store([b"a", b"b", b"c"])
     assert output is not None
@@ -179,7 +179,7 @@ def test_statistics_table_names_every_field() -> None:
     assert {metric.kind for metric in MANAGER_METRICS} == {"counter", "gauge"}
 
 
-def test_statistics_are_read_from_the_pool_by_name() -> None:
+def test_statistics_are_read_by_name() -> None:
     manager = CPUOffloadingManager(16, 4)
     manager.prepare_store([b"a", b"b"])
     manager.complete_store([b"a", b"b"])

@@ -58,7 +58,7 @@ def test_wrappers_in_any_order_are_called() -> None:
         assert manager.lookups == 1
 
 
-def test_recorder_of_manager_with_replaced_method_is_refused(tmp_path: Any) -> None:
+def test_recorder_refuses_replaced_methods(tmp_path: Any) -> None:
     pytest.importorskip("msgspec")
     from kvcache.recorder.recorder import Recorder
 
@@ -72,9 +72,7 @@ def test_recorder_of_manager_with_replaced_method_is_refused(tmp_path: Any) -> N
 
 @pytest.mark.parametrize("is_timed_first", [False, True])
 @pytest.mark.parametrize("is_timed_longer", [False, True])
-def test_manager_timed_and_recorded_at_once_counts_both(
-    tmp_path: Any, is_timed_first: bool, is_timed_longer: bool
-) -> None:
+def test_timed_and_recorded_manager_counts_both(tmp_path: Any, is_timed_first: bool, is_timed_longer: bool) -> None:
     from kvcache.lab.rerun.recorded import replay_recording
     from kvcache.recorder.format import Recording
     from kvcache.recorder.recorder import Recorder

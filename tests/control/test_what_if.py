@@ -78,7 +78,7 @@ def what_if_of(manager: CPUOffloadingManager, requests: Sequence[Sequence[bytes]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", ["chats", "conversation"])
-def test_curves_are_within_two_points_of_exact_replays(workload: str, request: pytest.FixtureRequest) -> None:
+def test_curves_are_close_to_exact_replays(workload: str, request: pytest.FixtureRequest) -> None:
     num_blocks, capacities, requests = 7000, (3000, 5000, 10_000, 15_000), chats(3000, seed=1)
     if workload == "conversation":
         num_blocks, capacities, make_keys = 10_000, (3000, 10_000, 20_000, 50_000), KeyMaker()
@@ -110,7 +110,7 @@ def test_all_keys_sampled_means_no_error() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 3)), max_size=30), st.integers(6, 20))
-def test_run_distances_are_those_of_a_served_lru(paths: list[tuple[int, int, int]], capacity: int) -> None:
+def test_run_distances_equal_served_lru(paths: list[tuple[int, int, int]], capacity: int) -> None:
     # A request is a stem and then a branch of its own, so that heads are shared and tails are not.
     requests = [[key(100 * stem + at + (10 * branch if at > 2 else 0)) for at in range(n)] for stem, n, branch in paths]
     manager = CPUOffloadingManager(1, capacity, what_if=1024)
@@ -119,7 +119,7 @@ def test_run_distances_are_those_of_a_served_lru(paths: list[tuple[int, int, int
     assert manager.what_if("lru").hits_at(capacity) == (hits / uses if uses else 0.0)
 
 
-def test_sample_holds_every_use_of_every_sampled_key() -> None:
+def test_sample_holds_all_uses_of_keys() -> None:
     sampler = Sampler(1024, 63)
     requests = chats(100)
     for keys in requests:
@@ -171,7 +171,7 @@ def test_full_log_forgets_the_oldest_half() -> None:
     assert all(ratios == (1.0,) * 6 for ratios in found.hit_ratios.values())
 
 
-def test_one_hot_key_fills_no_log_for_good() -> None:
+def test_one_hot_key_never_fills_log() -> None:
     sampler = Sampler(1024, 63)
     for _ in range(10_000):
         sampler.take_keys([b"hot"])
@@ -232,7 +232,7 @@ def test_sampling_changes_no_answer() -> None:
     assert list(managers[0].take_events()) == list(managers[1].take_events())
 
 
-def test_policies_in_plain_python_are_sampled_alike() -> None:
+def test_python_policies_are_sampled_alike() -> None:
     requests = chats(60)
     compiled = CPUOffloadingManager(16, 700, what_if=1024)
     plain = CPUOffloadingManager(16, 700, PLAIN, what_if=1024)
@@ -274,7 +274,7 @@ def test_passing_requests_advance_the_clock() -> None:
     assert [b"a"] in places[0][:2]
 
 
-def test_twice_the_memory_is_told_in_one_line() -> None:
+def test_twice_the_memory_is_one_line() -> None:
     # Rounds over 150 blocks: 100 hold none of them till they come again, 200 hold all.
     requests = [[key(number)] for number in range(150)] * 4
     found = what_if_of(CPUOffloadingManager(16, 100, what_if=True), [*requests, *([[b"a"]] * 50)], policies="lru")
@@ -289,7 +289,7 @@ def test_twice_the_memory_is_told_in_one_line() -> None:
     assert "estimated from 650 of 650 uses in 650 requests, 1 key in 1" in str(found)
 
 
-def test_ratios_between_two_capacities_lie_between_theirs() -> None:
+def test_ratios_between_capacities_are_between() -> None:
     found = what_if_of(CPUOffloadingManager(16, 1000, what_if=True), chats(100), policies=["arc"])
     low, high = found.hits_at(1000, "arc"), found.hits_at(2000, "arc")
     middle = found.hits_at(round(1000 * math.sqrt(2)), "arc")
@@ -341,7 +341,7 @@ def test_manager_without_sampler_explains_itself() -> None:
         CPUOffloadingManager(16, 100).what_if()
 
 
-def test_trails_that_hide_their_keys_are_refused() -> None:
+def test_trails_without_keys_are_refused() -> None:
     class BlockCache:
         def open_request(self) -> object:
             return object()
@@ -361,7 +361,7 @@ def test_sampler_checks_its_sizes(arguments: tuple[Any, Any]) -> None:
         Sampler(*arguments)
 
 
-def test_filter_costs_at_most_a_twentieth_of_bookkeeping() -> None:
+def test_filter_costs_twentieth_of_bookkeeping() -> None:
     # New objects for every round, as an engine makes them; but request_keys_by_pool as warm as a request leaves them.
     rounds_of_requests = [chats(500) for _ in range(5)]
     cache = LRUCachePolicy(3000).native(3000)

@@ -166,7 +166,7 @@ def test_load_gives_slots_while_finalizers_evict(name: str) -> None:
 
 @pytest.mark.usefixtures("eager_collector")
 @pytest.mark.parametrize("name", NAMES)
-def test_primitives_of_a_plain_policy_survive_finalizers(name: str) -> None:
+def test_plain_policys_primitives_survive_finalizers(name: str) -> None:
     draw = random.Random(name)
     policy = POLICIES.resolve(name)(NUM_BLOCKS)
     faults: list[BaseException] = []

@@ -54,7 +54,7 @@ def test_status_and_locate_take_no_reference(make: Any) -> None:
     assert (cache.status([]), cache.num_referenced) == (b"", 0)
 
 
-def test_look_ups_are_counted_and_matches_are_not(make: Any) -> None:
+def test_lookups_are_counted_matches_are_not(make: Any) -> None:
     cache = make(8)
     store(cache, keys(0, 1))
     assert cache.lookup(keys(0, 1, 5), cache.open_request()) == 2
@@ -87,7 +87,7 @@ def test_match_prefix_returns_end_of_run(make: Any) -> None:
             cache.match_prefix(asked, None, start)
 
 
-def test_withheld_slots_are_given_to_no_key(make: Any) -> None:
+def test_withheld_slots_are_never_given(make: Any) -> None:
     cache = make(8)
     store(cache, keys(*range(8)))
     cache.reset()
@@ -99,7 +99,7 @@ def test_withheld_slots_are_given_to_no_key(make: Any) -> None:
     assert cache.num_free == 2
 
 
-def test_slots_withheld_twice_or_in_use_are_refused(make: Any) -> None:
+def test_slots_withheld_twice_are_refused(make: Any) -> None:
     cache = make(4)
     store(cache, keys(0))
     cache.withhold([2])
@@ -113,7 +113,7 @@ def test_slots_withheld_twice_or_in_use_are_refused(make: Any) -> None:
     assert cache.num_free == 3
 
 
-def test_every_slot_is_used_once_whatever_was_withheld(make: Any) -> None:
+def test_every_slot_is_used_once(make: Any) -> None:
     draw = random.Random(5)
     cache = make(12)
     withheld: list[int] = []
@@ -365,7 +365,7 @@ def test_another_caches_request_starts_afresh() -> None:
     small.check()
 
 
-def test_reset_of_a_million_blocks_is_short() -> None:
+def test_reset_of_large_cache_is_short() -> None:
     num_blocks = 1 << 20
     cache = POLICIES.resolve("lru")(num_blocks).native(num_blocks)
     names = [b"%07d" % i for i in range(num_blocks)]
@@ -381,7 +381,7 @@ def test_reset_of_a_million_blocks_is_short() -> None:
     cache.check()
 
 
-def test_positions_whose_keys_call_the_manager_are_refused() -> None:
+def test_positions_that_call_manager_are_refused() -> None:
     cache = POLICIES.resolve("lru")(4).native(4)
     request_keys = cache.open_request()
     store(cache, keys(0, 1), request_keys)

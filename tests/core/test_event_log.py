@@ -16,7 +16,7 @@ from kvcache.core.event_log import EventLog
 PLAIN = "reference_policies:ReferenceARC"  # five primitives in plain Python
 
 
-def test_events_that_nobody_takes_are_dropped_oldest_first() -> None:
+def test_untaken_events_are_dropped_oldest_first() -> None:
     log = EventLog(16, max_keys=4)
     for key in (b"a", b"b", b"c"):
         log.add([key, key], "CPU", False)
@@ -27,7 +27,7 @@ def test_events_that_nobody_takes_are_dropped_oldest_first() -> None:
     assert list(log.take()) == [OffloadingEvent([b"y"], 16, "CPU", False)]  # its number is not compared
 
 
-def test_reset_drops_waiting_events_and_skips_a_number() -> None:
+def test_reset_drops_events_skips_number() -> None:
     manager = CPUOffloadingManager(16, 2, enable_events=True)
     manager.prepare_store([b"a"])
     manager.complete_store([b"a"])
@@ -52,7 +52,7 @@ def test_unread_events_release_their_keys() -> None:
     assert sys.getrefcount(key) == before
 
 
-def test_events_taken_in_pieces_keep_numbers_and_order() -> None:
+def test_events_in_pieces_keep_order() -> None:
     log = EventLog(16)
     draw = random.Random(3)
     made, read = [], []
@@ -88,7 +88,7 @@ def test_event_keeps_keys_of_changed_list() -> None:
 
 
 @pytest.mark.parametrize("bad", [(b"a",), None, "a"])
-def test_keys_that_are_no_list_are_refused(bad: object) -> None:
+def test_keys_without_list_are_refused(bad: object) -> None:
     log = EventLog(16)
     with pytest.raises(TypeError):
         log.add(bad, "CPU", False)  # type: ignore[arg-type]

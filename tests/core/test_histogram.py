@@ -45,7 +45,7 @@ def test_bad_exponents_are_refused(arguments: tuple[float, int, int]) -> None:
         Histogram(*arguments)
 
 
-def test_ages_are_of_the_evicted_blocks_alone() -> None:
+def test_only_evicted_blocks_have_ages() -> None:
     ages = BlockAges(4)
     ages.note(np.array([0, 1]), [b"a", b"b"], [])
     time.sleep(0.3)

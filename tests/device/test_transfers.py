@@ -49,7 +49,7 @@ def test_bytes_return_after_store_and_load(bench):
         assert bool((layer.cpu()[NUM_BLOCKS - 1] == 9).all())
 
 
-def test_single_blocks_return_after_store_and_load(bench):
+def test_single_blocks_return_after_load(bench):
     before = bench.read_layers()
     specs = [spec_of([3 * job_id], [job_id], 1) for job_id in range(4)]
     for job_id, spec in enumerate(specs):
@@ -117,7 +117,7 @@ def test_successive_jobs_keep_ids_and_staging(bench):
     assert seen == list(range(len(pairs)))
 
 
-def test_job_larger_than_staging_returns_its_bytes(bench):
+def test_job_beyond_staging_returns_its_bytes(bench):
     before = bench.read_layers()
     store, load = bench.handlers(staging_bytes=3 * NUM_LAYERS * layer_bytes(0))
     store.transfer_async(1, ALL)
@@ -129,7 +129,7 @@ def test_job_larger_than_staging_returns_its_bytes(bench):
     assert torch.equal(bench.read_layers(), before)
 
 
-def test_both_directions_at_once_share_no_memory(bench):
+def test_both_directions_share_no_memory(bench):
     bench.fill_host(7)
     bench.fill(1)
     torch.accelerator.synchronize()
@@ -187,13 +187,13 @@ def test_wait_returns_once_bytes_arrived(bench):
     assert bool((bench.read_host() == 3).all())
 
 
-def test_transfer_time_is_that_of_the_copy(bench):
+def test_transfer_time_equals_copy_time(bench):
     bench.store.transfer_async(1, ALL)
     result = finish(bench.store, 1)
     assert 0 < result.transfer_time < 10
 
 
-def test_handler_dropped_in_flight_waits_for_the_device(bench):
+def test_dropped_handler_waits_for_device(bench):
     handler, _ = bench.handlers()
     bench.fill(3)
     keep_busy()
@@ -263,7 +263,7 @@ def test_transfer_submitted_during_a_capture_fails(bench):
 
 
 @pytest.mark.skipif(LATE is None, reason="needs a simulated capture of another stream")
-def test_transfer_fails_while_its_own_stream_is_captured(bench):
+def test_transfer_during_own_capture_fails(bench):
     own = bench.store._stream._stream
     with capture(own):
         bench.store.transfer_async(1, spec_of([1, 2], [0]))

@@ -141,7 +141,7 @@ def run_machine(phases=tuple(Phase), max_examples=40, **attributes):
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back", "write_through_selective"])
-def test_announced_blocks_of_tiers_can_be_loaded(policy, write_policy):
+def test_announced_tier_blocks_can_be_loaded(policy, write_policy):
     run_machine(policy=policy, write_policy=write_policy)
 
 

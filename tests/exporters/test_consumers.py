@@ -127,9 +127,7 @@ def run(manager: Any, readers: list[Reader], num_requests: int, loss: float = 0.
         pytest.param("vllm-router", 10_000, {"loss": 0.01}, marks=pytest.mark.slow),
     ],
 )
-def test_readers_with_tokens_index_every_store_and_removal(
-    last_reader: str, num_requests: int, options: dict[str, Any]
-) -> None:
+def test_readers_with_tokens_index_every_change(last_reader: str, num_requests: int, options: dict[str, Any]) -> None:
     manager = CPUOffloadingManager(BLOCK_SIZE, 600, "lru", True)
     readers = [READERS[name](BLOCK_SIZE) for name in ("llm-d", "Dynamo", "AIBrix", last_reader)]
     counts = run(manager, readers, num_requests, **options)
@@ -137,7 +135,7 @@ def test_readers_with_tokens_index_every_store_and_removal(
         assert reader.verdicts == {(kind, TAKEN): count for kind, count in counts.items()}
 
 
-def test_readers_over_a_tier_know_both_media() -> None:
+def test_readers_over_tier_know_both_media() -> None:
     tier = MemoryTier(4000 * 8, np.zeros((60, 8), np.uint8))
     manager = TieredOffloadingManager(BLOCK_SIZE, 60, [tier], "lru", True)
     readers = [READERS[name](BLOCK_SIZE) for name in ("llm-d", "Dynamo", "AIBrix", "vllm-router")]
@@ -195,7 +193,7 @@ def table() -> str:
     return "\n".join([*lines, *(f"| {', '.join(same)} | {cells} |" for cells, same in labels.items())])
 
 
-def test_routers_page_holds_the_table_of_verdicts() -> None:
+def test_routers_page_holds_verdict_table() -> None:
     made = table()
     assert made in PAGE.read_text(), f"docs/howto/routers.md must hold:\n{made}"
 

@@ -51,7 +51,7 @@ def _in(made: Any, read: Any) -> Any:
     return read
 
 
-def test_panels_have_places_and_ids_of_their_own() -> None:
+def test_panels_have_own_places_and_ids() -> None:
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in panels]
@@ -68,7 +68,7 @@ def test_commands_print_dashboard_rules_and_table(run: object) -> None:
     assert (code, out) == (0, as_markdown_table())
 
 
-def test_every_alert_links_its_section_of_the_docs() -> None:
+def test_every_alert_links_its_section() -> None:
     text = rules(docs_url="https://docs.example/kvcache/")
     names = re.findall(r"alert: (\w+)", text)
     links = re.findall(r'runbook_url: "https://docs.example/kvcache/howto/operate.html#(\w+)"', text)
@@ -107,7 +107,7 @@ def test_table_names_every_metric(tmp_path: Path) -> None:
     assert named <= series_names()
 
 
-def test_dashboard_under_vllm_has_no_empty_panel() -> None:
+def test_vllm_dashboard_has_no_empty_panel() -> None:
     titles = {panel["title"] for panel in dashboard("vllm:kvcache_")["panels"]}
     assert not titles & {"Transfers", "Device copies", "Copy, 99 %", "Failed copies"}
     assert {"Hit rate", "Tier state", "Alerts firing"} <= titles

@@ -59,7 +59,7 @@ def ready(manager):
 
 
 @pytest.mark.parametrize("manager", ["lru", "arc", "gittins", PLAIN], indirect=True)
-def test_what_is_published_is_what_the_manager_holds(manager, publisher):
+def test_published_view_equals_the_manager(manager, publisher):
     store(manager, KEYS[:20])  # not taken yet, so it is published, too
     publisher.follow(manager)
     for seed in range(10):
@@ -117,7 +117,7 @@ def test_reset_of_manager_is_published(manager, followed):
     assert held(followed) == set(KEYS[7:9])
 
 
-def test_followed_log_beyond_its_bound_clears_the_view(manager, followed):
+def test_followed_log_beyond_bound_clears_view(manager, followed):
     store(manager, KEYS[:4])
     assert held(followed) == set(KEYS[:4])
     with stalled(followed):  # the publishing thread sends at most one batch more
@@ -128,7 +128,7 @@ def test_followed_log_beyond_its_bound_clears_the_view(manager, followed):
     assert manager.events.num_dropped > 0
 
 
-def test_wrong_use_is_refused_and_changes_nothing(manager, publisher):
+def test_wrong_use_changes_nothing(manager, publisher):
     with open_publisher() as other:
         with pytest.raises(ValueError, match=r"enable_events=True.*got <"):
             publisher.follow(CPUOffloadingManager(16, 60))
@@ -241,7 +241,7 @@ def test_ranks_publish_on_ports_that_follow():
     manager.telemetry.close()
 
 
-def test_wrong_configurations_of_a_publisher_are_named():
+def test_wrong_publisher_configurations_are_named():
     with pytest.raises(ValueError, match="takes the manager's events; remove the exporter KVEventExporter"):
         opened([{"type": "kv_events", "endpoint": ANY_PORT}], enable_events=True)
 

@@ -101,7 +101,7 @@ def test_failed_job_is_span_with_error(provider: TracerProvider, collected: Coll
     assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "the copy failed")
 
 
-def test_what_does_not_fit_is_counted_and_reported(provider: TracerProvider) -> None:
+def test_spans_beyond_queue_are_counted(provider: TracerProvider) -> None:
     log = JobLog(2)
     for _ in range(5):
         log.add(FinishedJob("write", "DISK", 1, 0, 1.0, 0.1))

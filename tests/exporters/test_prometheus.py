@@ -69,7 +69,7 @@ def values(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return found
 
 
-def test_names_units_and_labels_follow_the_conventions(telemetry: Telemetry) -> None:
+def test_names_and_labels_follow_conventions(telemetry: Telemetry) -> None:
     exporter = start_server(telemetry, 0)
     found = values(fetch(exporter.address))
     none: frozenset[tuple[str, str]] = frozenset()
@@ -159,7 +159,7 @@ def test_transfers_are_reported_by_direction(caplog: pytest.LogCaptureFixture) -
         *({name: "a"} for name in ("we ird", "__name__", "le", "", "é", "9", 7)),
     ],
 )
-def test_label_that_no_scrape_can_carry_is_named(labels: dict[str, str]) -> None:
+def test_unscrapable_label_is_named(labels: dict[str, str]) -> None:
     (text,) = labels.values()
     with pytest.raises(ValueError, match=r"a label must have a name such as 'engine' .*, got") as caught:
         Telemetry(None, labels=labels)

@@ -50,7 +50,7 @@ MAX_BATCH_KEYS = 1024
 TOPIC = f"kv@{socket.gethostname()}@".encode()
 
 
-def test_batches_have_the_wire_format_of_vllm():
+def test_batches_have_vllms_wire_format():
     with KVEventPublisher(ANY_PORT, ANY_PORT) as publisher:
         publisher.publish([OffloadingEvent([key(7, 3)], 16, "CPU", False)])
         publisher.publish([OffloadingEvent([key(7, 3)], 16, "disk", True)])
@@ -198,7 +198,7 @@ def test_taken_event_leaves_out_bad_key(publisher):
 
 
 @pytest.mark.parametrize(("steps", "held"), [("ab/c/", "abc"), ("a/!b/", "b"), ("a/b!/", ""), ("A!/", "")])
-def test_taken_events_behind_a_reset_clear_the_view(publisher, steps, held):
+def test_taken_events_behind_reset_clear_view(publisher, steps, held):
     """Steps: a letter is added to a log, "!" resets it, "/" publishes it; a capital is an event without a number."""
     log = EventLog(16)
     for step in steps:
@@ -236,7 +236,7 @@ def test_wrong_block_size_is_named(publisher, wrong):
         publisher.publish([OffloadingEvent([b"a"], wrong, "CPU", False)])
 
 
-def test_events_that_were_published_hold_no_key(publisher):
+def test_published_events_hold_no_key(publisher):
     manager = CPUOffloadingManager(16, 10, "lru", True)
     key = bytes(bytearray(b"a key of its own"))
     manager.prepare_store([key])
@@ -249,7 +249,7 @@ def test_events_that_were_published_hold_no_key(publisher):
     assert sys.getrefcount(key) == held - 1
 
 
-def test_threads_publish_clear_flush_and_look_at_once():
+def test_threads_publish_and_clear_at_once():
     """One thread publishes; others clear, flush and request replays at the same time."""
     with open_publisher(queue_events=50, buffer_batches=20) as publisher:
         stop, errors = threading.Event(), []
@@ -325,7 +325,7 @@ def test_subscriber_that_never_reads_delays_nobody(publisher, subscriber):
         assert len(subscriber.view) == 100_000
 
 
-def test_garbage_requests_are_counted_and_others_still_answered(publisher):
+def test_garbage_requests_are_counted(publisher):
     publish_one_by_one(publisher, 1)
     with zmq.Context() as context:
         for request in (b"", b"x", b"not eight bytes at all", b"\xff" * 60_000):
@@ -447,7 +447,7 @@ def test_events_published_after_close_are_dropped(publisher):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_forked_child_neither_hangs_nor_keeps_events(publisher):
+def test_forked_child_keeps_no_events(publisher):
     ends = threading.Event()
     publisher.publish([stored(*range(100_000))])
 

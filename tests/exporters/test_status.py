@@ -90,7 +90,7 @@ def test_status_answers_with_what_is_counted(server: StatusServer) -> None:
     until(lambda: server.stats().requests == 1)
 
 
-def test_samples_have_exported_names_tokens_and_bytes(server: StatusServer) -> None:
+def test_samples_have_exported_names(server: StatusServer) -> None:
     samples = {name: value for name, _, _, value in ask(server.path, "samples")["samples"]}
     assert (samples["stored_blocks"], samples["stored_tokens"], samples["stored_bytes"]) == (2, 32, 8192)
     assert (samples["capacity_blocks"], samples["free_blocks"]) == (8, 6)
@@ -142,9 +142,7 @@ def test_garbage_is_refused_and_counted(server: StatusServer, sent: bytes, error
 
 
 @pytest.mark.parametrize("sent", [b'{"command": ', b" "])
-def test_client_that_stands_still_or_drips_is_dropped(
-    server: StatusServer, monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
+def test_stalling_client_is_dropped(server: StatusServer, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(server._server, "request_s", 0.2)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(server.path))
@@ -161,7 +159,7 @@ def test_client_that_stands_still_or_drips_is_dropped(
     assert server.stats().slow_clients == 1
 
 
-def test_peer_is_told_by_its_user_id(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_is_known_by_user_id(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_module, "_peer_uid", lambda connected: os.geteuid() + 12345)
     assert "another user's" in raw(server, b'{"command": "status"}\n')["error"]
     assert server.stats().refused_peers == 1
@@ -250,7 +248,7 @@ def test_forked_child_keeps_no_socket(manager: CPUOffloadingManager, folder: Pat
             os.kill(child, signal.SIGKILL)
 
 
-def test_what_is_no_socket_is_left_alone(manager: CPUOffloadingManager, folder: Path) -> None:
+def test_foreign_file_is_left_alone(manager: CPUOffloadingManager, folder: Path) -> None:
     precious = folder / "precious"
     precious.write_text("data")
     with pytest.raises(ValueError, match="is no socket"):

@@ -54,7 +54,7 @@ def test_ten_turns_return_models_tokens(kind):
     check_idle(cache)
 
 
-def test_recorded_turns_replay_and_become_a_trace(tmp_path):
+def test_recorded_turns_become_a_trace(tmp_path):
     cache = PrefixCache(model_of(), num_blocks=6, record=tmp_path / "run.kvlog")
     ids = prompt_of(37)
     for turn in range(6):
@@ -149,7 +149,7 @@ def test_tenants_with_equal_prompts_share_nothing(cache):
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_few_blocks_are_enough_to_be_right(policy):
+def test_few_blocks_are_enough(policy):
     cache = PrefixCache(model_of(), num_blocks=5, policy=policy)
     for seed in (0, 1, 0, 2, 1, 0):
         check_answer(cache, prompt_of(60, seed))
@@ -190,7 +190,7 @@ def test_shared_store_serves_only_same_model(cache, of_model, options, expected)
 
 
 @pytest.mark.parametrize("name", [None, "org/model@1"])
-def test_identity_attribute_changed_back_finds_blocks_again(name):
+def test_restored_identity_finds_blocks_again(name):
     model = built()
     cache = PrefixCache(model, num_blocks=64, fingerprint=name)
     cached(cache, IDS)
@@ -201,7 +201,7 @@ def test_identity_attribute_changed_back_finds_blocks_again(name):
     assert cache.stats().rejected_hits == 0
 
 
-def test_active_adapters_are_part_of_the_identity():
+def test_active_adapters_belong_to_identity():
     # The attributes of peft's layers; peft 0.21.2 was tried by hand.
     model = built()
     cache = PrefixCache(model, num_blocks=64)
@@ -251,7 +251,7 @@ def test_padding_behind_row_is_not_stored(cache):
     assert cache.stats().blocks.stored_blocks == 1 + 3
 
 
-def test_load_and_store_serve_a_callers_own_loop():
+def test_load_and_store_serve_own_loop():
     model = model_of("mistral")
     cache = PrefixCache(model, memory="1MiB")
     ids = prompt_of(40)
@@ -314,7 +314,7 @@ def test_threads_share_a_small_store():
     ("where", "error"),
     [("pack", MemoryError), ("unpack", MemoryError), ("processor", RuntimeError), ("processor", KeyboardInterrupt)],
 )
-def test_generate_that_fails_gives_its_blocks_back(cache, monkeypatch, where, error):
+def test_failed_generate_returns_its_blocks(cache, monkeypatch, where, error):
     if where != "pack":
         cached(cache, IDS)
     num_free = cache.stats().blocks.num_free
@@ -331,7 +331,7 @@ def test_generate_that_fails_gives_its_blocks_back(cache, monkeypatch, where, er
     check_answer(cache, IDS)
 
 
-def test_generate_that_ignores_the_prefix_is_an_error(monkeypatch):
+def test_generate_ignoring_prefix_raises(monkeypatch):
     model = built()
     cache = PrefixCache(model, num_blocks=64)
     cached(cache, IDS)
@@ -358,7 +358,7 @@ def test_check_release_untried_release_is_refused():
             cache_module._check_release(version)
 
 
-def test_hints_of_next_use_reach_the_manager():
+def test_next_use_hints_reach_manager():
     cache = PrefixCache(model_of(), num_blocks=8)
     ids = prompt_of(40)
     answer = cached(cache, ids, new=1, next_use="soon")

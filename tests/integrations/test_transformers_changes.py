@@ -281,7 +281,7 @@ def patch_scaled(monkeypatch, path):
     ("kind", "name"),
     [pytest.param(*case, marks=[pytest.mark.slow] if i % 5 else [], id=case[1]) for i, case in enumerate(CASES)],
 )
-def test_generate_after_change_gives_tokens_of_changed_model(kind, name, monkeypatch):
+def test_generate_after_change_uses_changed_model(kind, name, monkeypatch):
     change = CHANGES[kind][name]
     model = prepared(kind)
     cache = PrefixCache(model, num_blocks=64)
@@ -358,7 +358,7 @@ def test_block_of_other_model_begins_nothing(model, cache):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_dtypes_reject_a_change_and_nothing_else(dtype):
+def test_short_dtypes_reject_only_changes(dtype):
     model = prepared("hook").to(dtype)
     cache = PrefixCache(model, num_blocks=256)
     for seed in range(4):
@@ -396,7 +396,7 @@ def test_verify_off_computes_nothing_again(model):
     assert cache.load(IDS)[1] == 48
 
 
-def test_verify_off_notices_each_number_that_changed():
+def test_verify_off_notices_changed_numbers():
     model = built(vocab_size=512)
     cache = PrefixCache(model, num_blocks=64, verify=False)
     for column in range(8):
@@ -415,7 +415,7 @@ def test_verify_off_notices_each_number_that_changed():
     assert named.load(IDS)[1] == 0
 
 
-def test_cast_model_is_refused_before_it_computes(model, cache):
+def test_cast_model_is_refused_at_once(model, cache):
     cached(cache, IDS)
     model.to(torch.bfloat16)
     message = "were torch.float32 on cpu at the start and are torch.bfloat16 on cpu now: make another PrefixCache"
@@ -430,7 +430,7 @@ def test_cast_model_is_refused_before_it_computes(model, cache):
     check_answer(cache, IDS)
 
 
-def test_cast_part_that_keeps_the_layout_is_served(model, cache):
+def test_cast_part_with_layout_is_served(model, cache):
     cached(cache, IDS)
     model.lm_head.to(torch.float64)
     model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].double(),))
@@ -438,7 +438,7 @@ def test_cast_part_that_keeps_the_layout_is_served(model, cache):
     assert cache.load(IDS)[1] == 48
 
 
-def test_dynamically_quantized_model_is_refused_unless_unverified():
+def test_quantized_model_is_refused_unless_unverified():
     class Dynamic(torch.nn.Linear):
         """The input is rounded by the largest value of all tokens that are computed together."""
 
@@ -457,7 +457,7 @@ def test_dynamically_quantized_model_is_refused_unless_unverified():
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_one_token_that_differs_rejects_the_hit(model, cache, seen):
+def test_one_differing_token_rejects_hit(model, cache, seen):
     # Of the block that is computed again; in a model without experts rounding explains no such token.
     cached(cache, IDS, new=1)
     states = cache._layout._view(cache._pool.tensor, cache._layout.pieces[-1])
@@ -468,7 +468,7 @@ def test_one_token_that_differs_rejects_the_hit(model, cache, seen):
     assert cache.stats().rejected_hits == int(seen)
 
 
-def test_nan_in_stored_block_rejects_the_hit(model, cache):
+def test_nan_in_stored_block_rejects_hit(model, cache):
     expected = plain(model, IDS)
     cached(cache, IDS)
     cache._pool.tensor.view(torch.float32).fill_(torch.nan)

@@ -96,7 +96,7 @@ STRETCHED = "rotary embeddings of type '{}', which change"
     ],
     ids=["name", "nothing", "no transformer", "linear", "T5", "dynamic", "longrope", "looks ahead", "training"],
 )
-def test_models_whose_blocks_cannot_be_reused_are_refused(make, message):
+def test_models_without_reusable_blocks_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         PrefixCache(make(), num_blocks=4)
 
@@ -133,7 +133,7 @@ def test_invalid_ids_and_masks_are_refused(cache, ids, mask, message):
     assert cache.stats().prompt_tokens == cache.stats().blocks.lookups == 0
 
 
-def test_padding_token_without_a_mask_is_refused(cache):
+def test_padding_without_mask_is_refused(cache):
     ids = ids_of(1, 20)
     ids[0, 3] = 0
     with pytest.raises(ValueError, match="input_ids hold the padding token 0: pass attention_mask"):
@@ -166,12 +166,12 @@ def test_other_ways_to_generate_are_refused(cache, kwargs, message):
 
 
 @pytest.mark.parametrize(("option", "value"), [("salt", 7), ("adapter", b"lora"), ("adapter", None)])
-def test_salt_or_adapter_of_another_type_is_refused(cache, option, value):
+def test_salt_of_wrong_type_is_refused(cache, option, value):
     with pytest.raises(ValueError, match=f"{option} must be .*str.*, got {value!r}"):
         cache.load(ids_of(1, 20), **{option: value})
 
 
-def test_store_of_another_models_past_is_refused(cache):
+def test_store_of_foreign_past_is_refused(cache):
     ids = ids_of(1, 40)
     filled = cache.new_past()
     with torch.no_grad():

@@ -12,7 +12,7 @@ def watch():
     return watched, reports
 
 
-def test_steps_that_compute_prompts_are_reported_together():
+def test_prompt_steps_are_reported_together():
     watched, reports = watch()
     watched.on_lookup("a", 16)
     watched.on_lookup("a", 32)
@@ -43,7 +43,7 @@ def test_device_and_repeated_blocks_are_uncomputed(first_end, end):
     assert reports == [([(first_end - 16, end - first_end + 16)], 1.0)]
 
 
-def test_time_without_requests_belongs_to_no_step():
+def test_idle_time_belongs_to_no_step():
     watched, reports = watch()
     watched.on_lookup("a", 16)
     watched.on_store("a", range(16, 257, 16))

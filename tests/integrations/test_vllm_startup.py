@@ -55,7 +55,7 @@ def test_command_line_invalid_entry_is_refused(extra, asked):
     assert asked == []
 
 
-def test_good_configuration_passes_and_has_the_release_checked(asked):
+def test_good_configuration_has_its_release_checked(asked):
     startup.check_command_line(["vllm", "serve", "--kv-transfer-config", json.dumps(transfer_config(GOOD))])
     assert asked == ["release"]
 
@@ -83,7 +83,7 @@ def test_other_command_lines_are_left_alone(words, asked):
     assert asked == []
 
 
-def test_check_is_a_general_plugin_of_vllm():
+def test_check_is_general_vllm_plugin():
     project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())
     assert project["project"]["entry-points"]["vllm.general_plugins"] == {
         "kvcache": f"{startup.__name__}:{startup.check_command_line.__name__}"

@@ -89,7 +89,7 @@ def test_digest_recent_file_is_not_cached(files):
     assert not cache_path().exists()
 
 
-def test_digest_file_written_meanwhile_is_not_cached(files, later, monkeypatch):
+def test_file_written_meanwhile_is_not_cached(files, later, monkeypatch):
     pread, num_calls = os.pread, []
 
     def write_and_read(*args):
@@ -130,19 +130,19 @@ def test_digest_spoiled_cache_reads_again(files, later, spoil):
     assert digest(files) == (before, 0)
 
 
-def test_digest_without_cache_folder_reads_every_time(files, later, tmp_path, monkeypatch):
+def test_digest_without_cache_reads_again(files, later, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file")
     assert [digest(files)[1] for _ in range(2)] == [2 * NUM_BYTES] * 2
 
 
-def test_cache_path_user_without_home_is_absolute(monkeypatch):
+def test_cache_path_without_home_is_absolute(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_path() == Path.home() / ".cache" / "kvcache" / "weights.json"
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError))
     assert cache_path().is_absolute()
 
 
-def test_cache_of_many_files_keeps_the_newest(files, later, monkeypatch):
+def test_full_cache_keeps_newest_files(files, later, monkeypatch):
     monkeypatch.setattr(weights, "_MAX_FILES", 1)
     digest(files)
     assert list(json.loads(cache_path().read_text())) == [str(files[1])]

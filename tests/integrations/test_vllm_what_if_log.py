@@ -32,7 +32,7 @@ def test_estimate_is_logged_when_engine_ends(num_requests, caplog):
     assert "kvcache-what-if" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_estimate_is_logged_while_the_engine_serves(caplog):
+def test_estimate_is_logged_while_serving(caplog):
     manager = CPUOffloadingManager(16, 8, what_if=True)
     serve(manager, 9)
     written = threading.Event()

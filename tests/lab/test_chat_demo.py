@@ -24,7 +24,7 @@ def same_threads():
     torch.set_num_threads(num_threads)
 
 
-def test_counts_tokens_by_turn_and_saves_a_plot(run, tmp_path):
+def test_demo_counts_tokens_and_plots(run, tmp_path):
     plot, document_path = tmp_path / "chat.png", tmp_path / "chat.json"
     status, out, _ = run("chat-demo", *SMALL, "--plot", plot, "--json", document_path)
     assert status == 0

@@ -39,7 +39,7 @@ def test_measure_cpu_report_fits_the_schema():
     assert os.getcwd() not in json.dumps(report)  # noqa: PTH109
 
 
-def test_measure_handlers_that_move_nothing_are_found(monkeypatch):
+def test_handlers_that_move_nothing_are_found(monkeypatch):
     monkeypatch.setattr(device._Memory, "start", lambda *_: None)
     report = measure(torch.device("cpu"), SMALL, lambda: None)
     assert report["geometries"]["different_bytes"] > 0
@@ -53,14 +53,14 @@ def small(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def test_check_device_writes_a_table_and_a_file(small, run):
+def test_check_device_writes_table_and_file(small, run):
     status, out, _ = run("check", "--device")
     assert status == 0
     assert "0 bytes differ" in " ".join(out.split())
     jsonschema.validate(json.loads(Path("kvcache-device.json").read_text()), SCHEMA)
 
 
-def test_check_device_fails_if_a_byte_differs(small, run, monkeypatch):
+def test_check_device_fails_on_other_byte(small, run, monkeypatch):
     monkeypatch.setattr(device, "_compare_geometry", lambda *_: (100, 2))
     status, out, err = run("check", "--device", "--json", "-")
     assert status == 1
@@ -68,7 +68,7 @@ def test_check_device_fails_if_a_byte_differs(small, run, monkeypatch):
     assert "6 bytes differ after copies on cpu" in err
 
 
-def test_check_device_without_torch_names_the_package(run, monkeypatch):
+def test_check_device_names_missing_torch(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     status, _, err = run("check", "--device")
     assert status == 1

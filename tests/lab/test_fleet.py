@@ -178,7 +178,7 @@ def test_fleet_is_what_plain_python_says(kind, router, num_engines, num_blocks, 
 
 
 @pytest.mark.slow
-def test_one_engine_hits_what_a_replay_hits(shared):
+def test_one_engine_hits_like_replay(shared):
     with Trace(shared / "traces" / "mooncake_conversation.jsonl") as trace:
         scaled = ScaledTrace(CompactTrace.of(trace, trace.block_size))
     assert run_fleet(scaled, FleetPlan(1, "events", 3000)).local_blocks == 18_850
@@ -286,7 +286,7 @@ def test_bad_plan_is_named(options, message):
         FleetPlan(**{"num_engines": 1, "router": "events", "num_blocks": 1, **options})
 
 
-def test_command_shows_hits_traffic_and_what_breaks_first(run, write_trace, tmp_path):
+def test_command_shows_hits_and_traffic(run, write_trace, tmp_path):
     pytest.importorskip("matplotlib")
     draw = random.Random(1)
     users = [1000 * draw.randrange(20) for _ in range(200)]

@@ -40,7 +40,7 @@ def test_unbounded_cache_reproduces_its_prefix_hits(conversation):
     assert (cell.requests, cell.blocks, cell.hit_blocks) == (12031, 288500, 105710)
 
 
-def test_split_optimum_keeps_parts_of_a_block():
+def test_split_optimum_keeps_block_parts():
     trace = CompactTrace.of((Request(np.array(ids), 16 * len(ids), 0, 0.0) for ids in ([1, 2], [3], [1, 2])), 16)
     assert run_job(trace, Job(OPTIMUM, 1), Plan(1)).hit_blocks == 1
     split = run_job(trace, Job(OPTIMUM, 3), Plan(2))
@@ -56,7 +56,7 @@ def simulate(workload, policies, capacities, **options):
 
 
 @pytest.mark.slow
-def test_grid_in_processes_equals_grid_in_this_one():
+def test_grid_in_processes_equals_serial_one():
     workload = ChatWorkload(num_requests=150)
     shares = []
     grid = (["lru", "min"], [300, 2000])
@@ -95,7 +95,7 @@ def chart():
 
 
 @pytest.mark.parametrize("split", [1, 3])
-def test_keys_of_many_requests_equal_those_of_each(split):
+def test_keys_of_many_equal_single_ones(split):
     make_keys = KeyMaker(split)
     requests = [Request(np.arange(i, i + i % 50, dtype=np.int64), 1, 0, 0.0) for i in range(500)]
     keyed = list(make_keys.keyed(enumerate(requests)))
@@ -143,7 +143,7 @@ def trace(write_trace):
     return write_trace([[0, 1], [2, 3], [0, 1, 4], [2, 3], [0, 1]])
 
 
-def test_grid_command_writes_table_json_csv_and_plot(run, trace, tmp_path):
+def test_grid_command_writes_all_formats(run, trace, tmp_path):
     pytest.importorskip("matplotlib")
     targets = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "svg")}
     argv = ("--policy", "lru,min", "--blocks", "3,5", "--model", "llama-3.1-8b", "--jobs", 1)
@@ -171,7 +171,7 @@ def test_grid_command_writes_table_json_csv_and_plot(run, trace, tmp_path):
     assert ET.parse(targets["svg"]).getroot().tag.endswith("svg")
 
 
-def test_grid_shows_rejected_requests_where_there_are_any(run, trace):
+def test_grid_shows_rejected_requests(run, trace):
     # All five name more than one block, which does not fit into a cache of 1; gittins rejects no request.
     status, out, err = run("plan", trace, "--policy", "lru,gittins,min", "--blocks", "1,5", "--jobs", 1)
     assert (status, err) == (0, "")
@@ -189,7 +189,7 @@ def test_grid_with_tiers_shows_rejected_requests(run, trace):
 
 
 @pytest.mark.slow
-def test_grid_of_long_names_keeps_its_figures(run, trace, tmp_path):
+def test_grid_keeps_figures_of_long_names(run, trace, tmp_path):
     odd = trace.rename(tmp_path / "a[red]$x_{y$z.jsonl")
     paths = (f"kvcache.policies.{path}CachePolicy" for path in ("lru:LRU", "arc:ARC", "mq:MQ", "mq:AMQ"))
     policies = ["lru", "arc", "mq", "amq", "min", *paths]
@@ -215,7 +215,7 @@ def test_grid_omits_memory_without_sizes(run, run_json, trace, tmp_path):
         assert ("memory" in out) == ("memory" in target.read_text()) == (memory_bytes != [None, None])
 
 
-def test_folder_of_the_call_hides_no_installed_package(trace, tmp_path):
+def test_call_folder_hides_no_installed_package(trace, tmp_path):
     pytest.importorskip("typer")
     (tmp_path / "kvcache").mkdir()
     (tmp_path / "kvcache" / "__init__.py").write_text("raise ImportError('not this one')")
@@ -232,14 +232,14 @@ def test_folder_of_the_call_hides_no_installed_package(trace, tmp_path):
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-def test_grid_says_how_many_bad_lines_it_skipped(run, trace):
+def test_grid_counts_skipped_bad_lines(run, trace):
     argv = ("plan", trace, "--blocks", "3,5", "--jobs", 1, "--skip-bad")
     assert "bad lines" not in run(*argv)[1]
     trace.write_text("oops\n" + trace.read_text())
     assert run(*argv)[1].splitlines()[-1] == "bad lines skipped: 1"
 
 
-def test_model_sizes_the_blocks_of_a_single_replay(run_json, trace):
+def test_model_sizes_blocks_of_replay(run_json, trace):
     shape = ("--model", "2x1x8,fp8,params=1e9")
     document = run_json("replay", trace, "--blocks", 5, *shape, "--block-size", ":256")
     assert document["block_bytes"] == 2 * 2 * 8 * 256

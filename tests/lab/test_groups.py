@@ -76,7 +76,7 @@ def test_config_gives_groups_or_names_field(tmp_path, config, expected):
         assert (groups.at(512).windows, groups.slot_bytes(model_of(str(path)), 512)) == (expected[0], expected[1] << 10)
 
 
-def test_plan_of_groups_reports_memory_and_times(run_json, run, write_trace, tmp_path):
+def test_plan_of_groups_reports_times(run_json, run, write_trace, tmp_path):
     trace = write_trace([[0, 1, 2], [3, 4, 5], [0, 1, 2, 6], [0, 1, 2, 6, 7]], step_ms=1000)
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS | {"hidden_size": 4096, "intermediate_size": 2880}))
     argv = ("plan", trace, "--groups", tmp_path, "--memory", "144MiB,1GiB", "--jobs", 1)

@@ -34,7 +34,7 @@ def cell(policy, num_blocks, rate=0.5, tiers=(), ttft_s=None):
     return Cell(policy, num_blocks, 5, 1000, 0, 0.0, 100, int(100 * rate), rate, tiers=tiers, serving=serving)
 
 
-def test_checkpoint_gives_back_what_it_was_given(tmp_path):
+def test_checkpoint_returns_its_results(tmp_path):
     path = tmp_path / "cells"
     facts = {"trace": "abc", "split": 1}
     cells = [cell("lru", 10), cell("min", None), cell("arc", 10, tiers=(4, 5))]
@@ -63,7 +63,7 @@ def test_foreign_checkpoint_is_refused_and_kept(tmp_path, body):
     assert path.read_bytes() == body
 
 
-def test_checkpoint_with_a_damaged_line_names_it(tmp_path):
+def test_damaged_checkpoint_line_is_named(tmp_path):
     path = tmp_path / "cells"
     Checkpoint(path, {"trace": "abc"}).__exit__()
     with path.open("a") as file:
@@ -72,7 +72,7 @@ def test_checkpoint_with_a_damaged_line_names_it(tmp_path):
         Checkpoint(path, {"trace": "abc"})
 
 
-def test_checkpoint_that_ends_within_its_header_begins_afresh(tmp_path):
+def test_cut_checkpoint_header_begins_afresh(tmp_path):
     path = tmp_path / "cells"
     Checkpoint(path, {"trace": "abc"}).__exit__()
     header = path.read_bytes()
@@ -183,7 +183,7 @@ def test_sample_shows_its_error(run, chats):
     assert "estimated from 1 block in 2: +- is twice the standard error of 8 shards" in out
 
 
-def test_best_policy_is_named_with_its_margin():
+def test_best_policy_has_its_margin():
     cells = [cell("lru", 10, 0.2), cell("amq", 10, 0.3), cell("min", 10, 0.9)]
     cells += [cell("lru", 20, 0.35), cell("amq", 20, 0.4), cell("lru", 40, 0.5), cell("amq", 40, 0.45)]
     cells += [cell("lru", 80, 0.6), cell("amq", 80, 0.6)]

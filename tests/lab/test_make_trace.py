@@ -27,7 +27,7 @@ def lines_made(log, block_size=4, **options):
     return [json.loads(line) for line in lines]
 
 
-def test_prompts_of_one_prefix_share_its_ids_alone(tmp_path, run):
+def test_prompts_share_ids_of_prefix_alone(tmp_path, run):
     log = write_lines(
         tmp_path / "log.jsonl",
         [
@@ -100,7 +100,7 @@ def test_csv_is_read_by_its_header(tmp_path):
     assert [line["timestamp"] for line in (one, two, three)] == [0, 2000, 3000]
 
 
-def test_late_requests_keep_their_place_and_are_counted(tmp_path, run):
+def test_late_requests_keep_place_are_counted(tmp_path, run):
     log = write_lines(tmp_path / "log.jsonl", [{"time": time, "token_ids": [1]} for time in (5000, 4000, 6000)])
     status, out, err = run("trace", "make", log, "-", "--time-unit", "ms")
     assert [json.loads(line)["timestamp"] for line in out.splitlines()] == [0, 0, 1000]
@@ -121,7 +121,7 @@ def test_late_requests_keep_their_place_and_are_counted(tmp_path, run):
         ([1], "must be a JSON object, got [1]"),
     ],
 )
-def test_bad_record_is_named_and_leaves_no_file(tmp_path, run, record, message):
+def test_bad_record_leaves_no_file(tmp_path, run, record, message):
     log = write_lines(tmp_path / "log.jsonl", [{"token_ids": [1]}, record])
     status, _, err = run("trace", "make", log, tmp_path / "trace.jsonl")
     assert status == 2
@@ -157,7 +157,7 @@ def test_record_without_time_arrives_second_later(tmp_path, run):
     assert [line["timestamp"] for line in lines_made(log)] == [0, 1000, 3000]
 
 
-def test_trace_make_onto_its_own_log_is_refused(tmp_path, run):
+def test_trace_onto_its_log_is_refused(tmp_path, run):
     log = write_lines(tmp_path / "log.jsonl", [{"token_ids": [1]}])
     for more in ((log,), (tmp_path / "trace.jsonl", "--json", log)):
         status, _, err = run("trace", "make", log, *more)
@@ -166,7 +166,7 @@ def test_trace_make_onto_its_own_log_is_refused(tmp_path, run):
     assert log.read_text() == '{"token_ids": [1]}\n'
 
 
-def test_cut_binary_record_and_empty_log_are_errors(tmp_path):
+def test_cut_record_and_empty_log_fail(tmp_path):
     log = tmp_path / "w.oracleGeneral"
     log.write_bytes(b"\0" * 30)
     with pytest.raises(TraceError, match="record 2: must have 24 bytes, got 6"):
@@ -176,7 +176,7 @@ def test_cut_binary_record_and_empty_log_are_errors(tmp_path):
         lines_made(log)
 
 
-def test_trace_of_another_block_size_is_refused(tmp_path):
+def test_make_refuses_another_block_size(tmp_path):
     line = {"timestamp": 0, "input_length": 4, "output_length": 0, "hash_ids": [1], "block_size": 4}
     path = write_lines(tmp_path / "trace.jsonl", [line])
     with pytest.raises(TraceError, match="block_size must be the 16 tokens that were given or read, got 4"):

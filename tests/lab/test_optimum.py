@@ -60,7 +60,7 @@ def test_optimum_is_its_definition(requests, num_blocks):
 
 
 @given(requests_of_ids)
-def test_unbounded_hits_are_leading_runs_of_known_ids(requests):
+def test_unbounded_hits_are_leading_runs(requests):
     known = set()
     expected = []
     for ids in requests:
@@ -84,7 +84,7 @@ def test_next_uses_in_parts_match_definition(requests, num_parts):
 
 
 @given(requests_of_ids, st.integers(1, 9), st.integers(1, 4))
-def test_optimum_passes_through_a_trace_in_pieces(requests, room, piece_ids):
+def test_optimum_reads_trace_in_pieces(requests, room, piece_ids):
     trace = trace_of(requests)
     whole = optimal_hits(trace, room).tolist()
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +148,7 @@ print(hits.sum(), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) 
 """
 
 
-def test_optimum_takes_less_memory_than_its_trace(tmp_path):
+def test_optimum_takes_less_than_trace(tmp_path):
     num_requests, length = 60_000, 64
     begins = np.random.default_rng(1).integers(0, 15_000, num_requests)
     ids = (begins[:, None] * length + np.arange(length)).ravel()

@@ -33,7 +33,7 @@ def keys():
 SPEC = CPULoadStoreSpec(np.arange(70) + 5)
 
 
-def test_stored_blocks_come_back_in_any_order(payload, keys):
+def test_stored_blocks_return_in_any_order(payload, keys):
     payload.store(keys, SPEC)
     payload.load(keys, SPEC)
     payload.load(keys[::-1], CPULoadStoreSpec(SPEC.block_ids[::-1]))
@@ -47,7 +47,7 @@ def test_stored_blocks_come_back_in_any_order(payload, keys):
 
 @pytest.mark.parametrize("block", [0, 15, 16, 69])
 @pytest.mark.parametrize("byte", [0, 4097, BLOCK_BYTES - 1])
-def test_one_flipped_bit_is_found_and_named(payload, keys, block, byte):
+def test_one_flipped_bit_is_named(payload, keys, block, byte):
     payload.store(keys, SPEC)
     payload.pool.array[5 + block, byte] ^= 4
     with pytest.raises(DataMismatchError) as caught:
@@ -57,14 +57,14 @@ def test_one_flipped_bit_is_found_and_named(payload, keys, block, byte):
     assert f"at byte {byte // 8 * 8}: expected " in message
 
 
-def test_blocks_in_each_others_slots_are_found(payload, keys):
+def test_swapped_blocks_are_found(payload, keys):
     payload.store(keys, SPEC)
     payload.pool.array[[7, 8]] = payload.pool.array[[8, 7]]
     with pytest.raises(DataMismatchError, match=f"block 7 of key {keys[2].hex()}"):
         payload.load(keys, SPEC)
 
 
-def test_copy_that_did_not_happen_is_found(payload, keys, monkeypatch):
+def test_missing_copy_is_found(payload, keys, monkeypatch):
     payload.store(keys, SPEC)
     payload.load(keys, SPEC)
     monkeypatch.setattr(payload, "_submit", lambda *args, **kwargs: 1)
@@ -101,7 +101,7 @@ def test_chats_survive_eviction_byte_for_byte(policy):
     assert report["store_bytes"] == replay.tally.stored_blocks * 4096
 
 
-def test_demo_without_a_tier_imports_no_tier(run_json, monkeypatch):
+def test_demo_without_tier_imports_none(run_json, monkeypatch):
     # A tier needs the extra `disk`, which `pip install kvcache` leaves out.
     monkeypatch.setitem(sys.modules, "kvcache.lab.simulate.tiered", None)
     assert run_json("demo", "--no-data", "--requests", 20)["requests"] == 20
@@ -114,7 +114,7 @@ def test_demo_moves_and_compares_real_bytes(run_json):
     assert document["data"]["store_bytes"] == document["stored_blocks"] * 8192
 
 
-def test_mismatch_ends_the_command_with_status_1(run, monkeypatch):
+def test_mismatch_ends_with_status_1(run, monkeypatch):
     stored = VerifiedPayload.store
 
     def store_and_flip(self, keys, spec):

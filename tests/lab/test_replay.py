@@ -23,7 +23,7 @@ def request_of(*ids, input_length=10**6):
     return Request(np.array(ids, dtype=np.int64), input_length, 0, 0.0)
 
 
-def test_keys_are_fresh_objects_with_stable_content():
+def test_keys_are_new_objects_alike():
     first, again = (KeyMaker()(np.array([0, 1, -1])) for _ in range(2))
     assert first == again
     assert all(a is not b for a, b in zip(first, again, strict=True))
@@ -39,7 +39,7 @@ def test_split_keys_differ_from_whole_ones():
 
 
 @pytest.mark.parametrize("split", [0, -2, 3, 1024, True, 2.0])
-def test_split_must_divide_the_tokens_of_a_block(split):
+def test_split_must_divide_block_tokens(split):
     with pytest.raises(ValueError, match=f"split must divide the 512 tokens of a block, got {split}"):
         split_block_size(512, split)
     assert split_block_size(512, 32) == 16

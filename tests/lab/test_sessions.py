@@ -29,7 +29,7 @@ def steps(trace):
     return [(step.arrival_s, step.hash_ids.tolist()) for step in trace]
 
 
-def test_one_user_takes_sessions_one_after_the_other(tmp_path):
+def test_one_user_takes_sessions_in_turn(tmp_path):
     write(
         tmp_path,
         session("a", [request(0.0, [1, 2, 3]), request(10.0, [1, 2, 3, 4])]),
@@ -52,7 +52,7 @@ def test_other_tools_share_nothing(tmp_path):
     assert sorted(block for _, ids in steps(SessionTrace(tmp_path, users=1)) for block in ids) == [0, 1, 2, 3]
 
 
-def test_global_ids_mean_the_same_in_all_sessions(tmp_path):
+def test_global_ids_are_alike_everywhere(tmp_path):
     each = [session(name, [request(0.0, [70, 80])], hash_id_scope="global") for name in "ab"]
     assert [ids for _, ids in steps(SessionTrace(write(tmp_path, *each), users=1))] == [[0, 1], [0, 1]]
 
@@ -64,7 +64,7 @@ def test_subagents_come_in_between(tmp_path):
     assert [at_s for at_s, _ in steps(SessionTrace(tmp_path, users=1))] == [0.0, 3.5, 5.0, 8.0, 21.0]
 
 
-def test_users_overlap_and_the_seed_settles_all(tmp_path):
+def test_users_overlap_by_the_seed(tmp_path):
     write(tmp_path, *(session(f"s{i}", [request(t * 300.0, [1, 2, 3 + t]) for t in range(5)]) for i in range(6)))
     runs = [steps(SessionTrace(tmp_path, users=3, seed=seed)) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
@@ -119,7 +119,7 @@ def test_bad_session_is_named_or_skipped(tmp_path, document, message):
         assert trace.num_skipped == 1
 
 
-def test_missing_folder_and_bad_users_are_named(tmp_path):
+def test_missing_folder_and_users_are_named(tmp_path):
     with pytest.raises(TraceError, match=r"cannot open sessions .*: No such file or directory"):
         SessionTrace(tmp_path / "none")
     with pytest.raises(ValueError, match="users must be an int >= 1, got 0"):

@@ -103,7 +103,7 @@ def test_requests_queue_for_link_and_engine():
     assert facts["media"][1]["read_peak_gb_per_s"] == pytest.approx(1000 / 60 / 1e9)
 
 
-def test_two_engines_take_two_requests_at_once():
+def test_two_engines_serve_two_requests():
     serving = Serving(100, (Medium("memory", 1e9),), 0.01, num_engines=2)
     facts = weigh(np.array([0.0, 0.0, 0.0, 1e3]), np.array([100] * 4), flow([[0]] * 4, [0] * 4), serving)
     assert (facts["ttft_p50_s"], facts["ttft_p99_s"]) == pytest.approx((1.0, 2.0), rel=0.02)
@@ -203,7 +203,7 @@ def test_command_shows_hits_by_medium(run, trace, tmp_path):
 
 
 @pytest.mark.parametrize(("rate", "loads", "cuts"), [("1GB/s", 3, 0), ("1KB/s", 0, 3)])
-def test_arbiter_computes_what_a_slow_tier_holds(run, trace, tmp_path, rate, loads, cuts):
+def test_arbiter_computes_blocks_of_slow_tier(run, trace, tmp_path, rate, loads, cuts):
     target = tmp_path / "out.json"
     argv = ("plan", trace, "--blocks", 2, *MODEL, "--tier", f"1MiB@{rate},arbiter", "--jobs", 1)
     status, out, err = run(*argv, "--json", target)
@@ -240,7 +240,7 @@ def test_arbiter_counts_loads_that_wait(run_json, tmp_path):
 @pytest.mark.parametrize(
     ("policy", "stored"), [("write_through", 6), ("write_back", 5), ("write_through_selective", 0)]
 )
-def test_simulated_tier_is_written_by_its_policy(run_json, trace, policy, stored):
+def test_write_policy_writes_simulated_tier(run_json, trace, policy, stored):
     tier = f"1MiB@1GB/s,{policy}"
     _, over = run_json("plan", trace, "--blocks", 2, *MODEL, "--jobs", 1, "--tier", tier)["cells"]
     tier = over["serving"]["media"][1]

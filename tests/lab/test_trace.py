@@ -25,7 +25,7 @@ BAILIAN = [
 BAILIAN[1] |= {"input_length": 33, "output_length": 9}
 
 
-def test_open_trace_without_msgspec_reads_all_but_recordings(tmp_path, monkeypatch):
+def test_trace_without_msgspec_reads_all_else(tmp_path, monkeypatch):
     for name in ("msgspec", "kvcache.recorder.format", "kvcache.lab.traces.recorded_trace"):
         monkeypatch.setitem(sys.modules, name, None)
     path = write(tmp_path, lines_of(MOONCAKE))
@@ -62,7 +62,7 @@ MOONCAKE_READ = [([0, 1, 2], 1100, 5, 0.0), ([7], 30, 0, 2.5)]
         (BAILIAN, ("bailian", 16), [([4, 5], 32, 0, 61.5), ([4, 5, 6], 33, 9, 62.0)]),
     ],
 )
-def test_format_is_told_by_its_first_line(tmp_path, records, found, requests):
+def test_first_line_tells_the_format(tmp_path, records, found, requests):
     path = write(tmp_path, lines_of(records))
     with Trace(path) as trace:
         assert (trace.format, trace.block_size) == found
@@ -72,7 +72,7 @@ def test_format_is_told_by_its_first_line(tmp_path, records, found, requests):
 
 
 @pytest.mark.parametrize(("ids", "input_length"), [([], 0), ([], 511), ([1], 512), ([1], 513), ([1, 2], 513)])
-def test_mooncake_may_leave_the_partial_block_out(tmp_path, ids, input_length):
+def test_mooncake_may_omit_partial_block(tmp_path, ids, input_length):
     line = {**MOONCAKE[0], "hash_ids": ids, "input_length": input_length}
     assert read(write(tmp_path, lines_of([line]))) == [(ids, input_length, 5, 0.0)]
 
@@ -87,7 +87,7 @@ def test_mooncake_may_leave_the_partial_block_out(tmp_path, ids, input_length):
     ],
     ids=["gzip", "zstd", "zstd frames", "blank lines"],
 )
-def test_packing_is_told_by_content_not_by_name(tmp_path, pack):
+def test_packing_is_told_by_content(tmp_path, pack):
     assert read(write(tmp_path, pack(lines_of(MOONCAKE)))) == MOONCAKE_READ
 
 
@@ -149,7 +149,7 @@ def test_bad_line_is_named_or_skipped(tmp_path, line, fault, value):
 
 
 @pytest.mark.parametrize("field", ["parent_chat_id", "type", "turn"])
-def test_bailian_line_without_a_field_is_named(tmp_path, field):
+def test_bailian_line_without_field_is_named(tmp_path, field):
     with pytest.raises(TraceError, match=f"trace.jsonl:1: lacks '{field}'"):
         read(write(tmp_path, lines_of([lacking(BAILIAN[0], field)])))
 
@@ -173,7 +173,7 @@ def test_block_size_holds_for_any_format(tmp_path):
     assert read(path, block_size=64) == [([4, 5], 128, 0, 61.5)]
 
 
-def test_leading_bad_lines_do_not_settle_the_format(tmp_path):
+def test_leading_bad_lines_settle_no_format(tmp_path):
     path = write(tmp_path, b'{"chat_id": 1}\n' + lines_of(MOONCAKE))
     assert read(path, skip_bad=True) == MOONCAKE_READ
 
@@ -186,7 +186,7 @@ def test_cut_file_is_an_error(tmp_path, pack):
 
 
 @pytest.mark.parametrize("magic", [b"\x1f\x8b", b"\x28\xb5\x2f\xfd"], ids=["gzip", "zstd"])
-def test_noise_behind_a_magic_is_an_error(tmp_path, magic):
+def test_noise_behind_magic_raises(tmp_path, magic):
     with pytest.raises(TraceError, match=r"trace\.jsonl:1: cannot be read"):
         read(write(tmp_path, magic + b"\xee" * 100))
 

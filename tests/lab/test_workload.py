@@ -13,7 +13,7 @@ def ids_of(workload):
 
 
 @pytest.mark.parametrize("make", [ChatWorkload, AgentWorkload])
-def test_requests_are_those_of_the_seed_in_order(make):
+def test_seed_fixes_requests_in_order(make):
     first, again, other = (
         [(step.arrival_s, step.input_length, step.hash_ids.tolist()) for step in make(num_requests=200, seed=seed)]
         for seed in (3, 3, 4)
@@ -44,7 +44,7 @@ def test_chats_share_system_prompts_and_grow():
     assert extended > 250
 
 
-def test_generated_agents_loop_in_seconds_and_wait_minutes():
+def test_generated_agents_loop_then_wait():
     workload = AgentWorkload(num_requests=600, seed=3, num_users=1, subagent_share=1e-9)
     requests = list(workload)
     assert len(requests) == 600

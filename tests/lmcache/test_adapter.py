@@ -128,7 +128,7 @@ def cut(data, slot_bytes):
 
 @pytest.mark.parametrize("damage", [flip, swap, cut])
 @pytest.mark.parametrize("is_live", [True, False])
-def test_damaged_objects_are_misses_until_stored_again(harness, tmp_path, damage, is_live):
+def test_damaged_objects_are_misses(harness, tmp_path, damage, is_live):
     l2, stored = harness(), objects(range(4))
     l2.store(stored)
     for _ in range(0 if is_live else 1):
@@ -147,7 +147,7 @@ def test_damaged_objects_are_misses_until_stored_again(harness, tmp_path, damage
 
 
 @pytest.mark.parametrize("method", ["read_payload", "write_payload"])
-def test_hanging_disk_ends_tasks_and_leaves_memory_alone(harness, monkeypatch, method):
+def test_hanging_disk_ends_tasks(harness, monkeypatch, method):
     l2, gate = harness(deadline_s=0.3, advanced={"pause_s": 0.1}), threading.Event()
     held, new = objects(range(4)), objects(range(4, 8))
     l2.store(held)
@@ -174,7 +174,7 @@ def test_hanging_disk_ends_tasks_and_leaves_memory_alone(harness, monkeypatch, m
     assert l2.load(new) == [0, 1, 2, 3]
 
 
-def test_hanging_names_and_deletes_end_after_deadline(harness, monkeypatch, tmp_path):
+def test_hanging_deletes_end_after_deadline(harness, monkeypatch, tmp_path):
     l2, gate, held, new = harness(deadline_s=0.3), threading.Event(), objects(range(4)), objects([1], salt="b")
     assert l2.store(held) == MIB
     private = names._private
@@ -198,7 +198,7 @@ def test_hanging_names_and_deletes_end_after_deadline(harness, monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
-def test_full_disk_fails_stores_and_loads_go_on(harness, monkeypatch, number):
+def test_full_disk_fails_stores_only(harness, monkeypatch, number):
     l2, held = harness(advanced={"pause_s": 0.05}), objects(range(4))
     l2.store(held)
 
@@ -214,7 +214,7 @@ def test_full_disk_fails_stores_and_loads_go_on(harness, monkeypatch, number):
     assert l2.store(objects(range(4, 8))) == MIB
 
 
-def test_removed_directory_is_reported_and_raises_nothing(harness, tmp_path):
+def test_removed_directory_is_reported(harness, tmp_path):
     l2, held = harness(advanced={"flush_interval_s": 0.05}), objects(range(4))
     l2.store(held)
     shutil.rmtree(tmp_path / "l2")
@@ -244,7 +244,7 @@ def test_killed_process_leaves_what_it_answered(harness, tmp_path, num_steps):
     assert sum(l2.usage().values()) == sum(sizes[int(key.cache_salt) % 2] for key in listed)
 
 
-def test_names_of_objects_that_left_make_room(harness, tmp_path):
+def test_names_of_gone_objects_make_room(harness, tmp_path):
     l2 = harness(capacity="4MiB")
     for number in range(300):
         salt = f"{number:0>128}"
@@ -253,7 +253,7 @@ def test_names_of_objects_that_left_make_room(harness, tmp_path):
     assert len(l2.keys()) == l2.adapter.report_status()["sizes"]["262144"]["num_held"] > 8
 
 
-def test_directory_has_one_owner_and_few_sizes(harness, tmp_path):
+def test_directory_has_one_owner(harness, tmp_path):
     l2 = harness(capacity="24MiB")
     with pytest.raises(ValueError, match="another process uses it"):
         harness()

@@ -65,7 +65,7 @@ def test_contributing_names_tests_of_every_module(driver: ModuleType) -> None:
             assert driver.tests_of(file, tests), file
 
 
-def test_read_tests_joins_rows_of_a_path(driver: ModuleType) -> None:
+def test_read_tests_joins_rows(driver: ModuleType) -> None:
     text = (
         "| a | `kvcache/core/`, `kvcache/control/pool.py`, `cpu.py` | `tests/core` | `make build` |\n"
         "| b | `kvcache/control/pool.py` | `tests/missing.py` | `pytest tests/control` |\n"

@@ -72,7 +72,7 @@ class DeathsFirst:
         return getattr(self._poll, name)
 
 
-def test_dead_engine_keeps_slots_until_worker_ends(node):
+def test_dead_engine_keeps_slots_for_worker(node):
     node = node(64)
     engine = node.engine("a", patience_s=30)
     turn(engine, *prompt(1, 8))

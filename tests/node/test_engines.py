@@ -76,7 +76,7 @@ def test_block_being_written_makes_others_wait(node, monkeypatch):
     assert reader.lookup(*prompt(1, 4)) == 4
 
 
-def test_later_look_up_behind_first_asks_again(node):
+def test_later_look_up_asks_again(node):
     node = node(64)
     writer, reader = node.engine("a"), node.engine("b")
     turn(writer, *prompt(1, 5))
@@ -141,7 +141,7 @@ def test_draining_reset_forgets_stores(node, dies, monkeypatch):
 
 
 @pytest.mark.parametrize(("policy", "num_messages"), [("lru", 2), ("gittins", 6)])
-def test_small_stores_of_a_step_share_messages(node, policy, num_messages):
+def test_small_stores_share_messages(node, policy, num_messages):
     """The second store of a step brings slots for the next ones. A block that another engine stored first stays."""
     node = node(1024, {"cache_policy": policy})
     engine, other = node.engine("a"), node.engine("b")

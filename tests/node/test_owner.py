@@ -61,7 +61,7 @@ def test_other_engines_are_refused_by_difference(node):
     assert node.owner.stats["refused_clients"] == 3
 
 
-def test_pool_that_does_not_fit_is_refused(node):
+def test_pool_that_mismatches_is_refused(node):
     node = node(1 << 29)
     with pytest.raises(ValueError, match="does not fit into host memory"):
         node.engine("a", block_bytes=1 << 30)
@@ -70,7 +70,7 @@ def test_pool_that_does_not_fit_is_refused(node):
     assert node.engine("a", num_blocks=4).owner_figures()["num_blocks"] == 4
 
 
-def test_second_owner_and_65th_engine_are_refused(node):
+def test_second_owner_and_65th_engine_fail(node):
     node = node(64)
     with pytest.raises(ValueError, match="another process owns the pool"):
         Owner(node.folder)
@@ -408,7 +408,7 @@ def test_status_and_top_show_each_engine(node, run, tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-def test_top_of_engine_shows_its_use_of_pool(node):
+def test_top_shows_use_of_pool(node):
     view = pytest.importorskip("kvcache.cli.top").view
     frames, console = pytest.importorskip("kvcache.cli.frames"), pytest.importorskip("rich.console").Console(width=100)
     engine = node(64).engine("a")

@@ -51,7 +51,7 @@ def requests_of(shared: Path, name: str) -> Iterable[tuple[float, list[bytes]]]:
 
 
 @pytest.mark.parametrize(("name", "num_blocks"), CELLS)
-def test_replay_of_a_trace_reproduces_the_table(name: str, num_blocks: int, shared: Path) -> None:
+def test_replay_of_trace_reproduces_table(name: str, num_blocks: int, shared: Path) -> None:
     arrivals = ReplayClock()
     manager = CPUOffloadingManager(512, num_blocks, "gittins", clock=arrivals)
     replay = Replay(manager, arrivals=arrivals)
@@ -96,7 +96,7 @@ def serve(
     return num_hits
 
 
-def test_storing_only_what_missed_reproduces_the_table(shared: Path) -> None:
+def test_storing_only_misses_reproduces_table(shared: Path) -> None:
     clock = ReplayClock()
     manager = CPUOffloadingManager(512, 500, "gittins", clock=clock)
     num_hits = 0
@@ -266,7 +266,7 @@ def test_only_middle_uses_judge_sharing(after_s: float, is_told_apart: bool) -> 
     assert both.splits() == is_told_apart
 
 
-def test_sharing_keeps_the_prompts_of_many_sessions() -> None:
+def test_sharing_keeps_prompts_of_sessions() -> None:
     # Twenty prompts of 50 blocks, half as much room; what is asked of them is never asked again.
     draw = random.Random(3)
     names = [f"prompt {i}" for i in range(20)]
@@ -346,7 +346,7 @@ def test_store_skips_bounded_blocked_groups() -> None:
     manager.policy.check()
 
 
-def test_evict_children_of_failed_parents_matches_reference() -> None:
+def test_failed_parents_children_match_reference() -> None:
     both = Both(302)
     paths = [keys_of(f"path {i}", 3) for i in range(100)]
     for path in paths:

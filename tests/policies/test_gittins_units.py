@@ -336,7 +336,7 @@ def test_random_requests_agree_with_twin(windows: list[int | None], in_parts: bo
 
 
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 20), marks=pytest.mark.slow)])
-def test_failures_parts_and_resets_break_no_invariant(seeds: range) -> None:
+def test_failures_and_resets_keep_invariants(seeds: range) -> None:
     for seed in seeds:
         draw = random.Random(seed)
         windows = draw.choice([[None, 1], [2, None, 3], [None, 1, 1, 1]])
@@ -416,7 +416,7 @@ def test_keys_outside_sets_are_declined() -> None:
 
 
 @pytest.mark.parametrize("key", [b"key", make_offload_key(b"of another size", 1)])
-def test_key_without_anchor_is_served_by_lru(key: bytes) -> None:
+def test_key_without_anchor_uses_lru(key: bytes) -> None:
     engine = Engine(6, [None, 1])
     path = [b"%d" % i for i in range(6)]
     context = engine.open(path, 0)

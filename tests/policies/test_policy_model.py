@@ -19,7 +19,7 @@ BUILT_IN = [name for name in POLICIES.names() if POLICIES.resolve(name).__module
 
 class ReferenceContract(PolicyContract):
     # The machine of the compiled twin runs these, too.
-    test_agrees_with_its_reference_under_every_manager = None
+    test_agrees_with_reference_under_every_manager = None
 
 
 for _name, _twin in REFERENCE_POLICIES.items():
@@ -72,7 +72,7 @@ def prompts(num_requests: int, num_heads: int, seed: int) -> Iterator[list[bytes
 
 @pytest.mark.parametrize("store_threshold", [0, 2])
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_large_caches_evict_what_the_specification_evicts(name: str, store_threshold: int) -> None:
+def test_large_caches_evict_like_specification(name: str, store_threshold: int) -> None:
     draw = random.Random(5)
     now_s = 0.0
     gate: dict[str, Any] = {"store_threshold": store_threshold, "max_tracker_size": 6000, "clock": lambda: now_s}

@@ -92,18 +92,18 @@ WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text()]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in WITH_COMMANDS], ids=name_of)
-def test_blocks_of_a_page_without_commands_run(page, tmp_path, monkeypatch):
+def test_blocks_of_python_pages_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(page, {"python": run_python})
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
-def test_blocks_of_a_page_with_commands_run(page, tmp_path, monkeypatch):
+def test_blocks_of_command_pages_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(page, {"python": run_python, "console": lambda block, name, _: run_console(block, name)})
 
 
-def test_blocks_are_found_with_their_language_and_line():
+def test_blocks_have_language_and_line():
     page = "# Title\n\n```python\na = 1\n```\n\n- item\n\n  ```console\n  $ kvcache --help\n  ```\n"
     assert list(blocks_of(page)) == [Block("python", "a = 1\n", 3), Block("console", "$ kvcache --help\n", 9)]
 
@@ -191,7 +191,7 @@ def test_every_alert_has_its_section():
         assert all(f"*{part}*" in text for part in ("Means", "Confirm", "Do")), name
 
 
-def test_every_panel_that_the_operators_page_names_exists():
+def test_every_named_panel_exists():
     from kvcache.exporters.dashboard import dashboard
 
     titles = {panel["title"] for panel in dashboard()["panels"]}

@@ -42,7 +42,7 @@ def test_tests_of_the_example_policy_pass(installed):
     assert " passed" in done.stdout
 
 
-def test_registry_lists_and_resolves_the_example_policy(installed):
+def test_registry_resolves_the_example_policy(installed):
     code = (
         "import kvcache; from kvcache.registry import POLICIES;"
         "print(POLICIES.names()[-1], type(kvcache.CPUOffloadingManager(16, 4, 'second-chance').policy).__name__)"

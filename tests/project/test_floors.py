@@ -180,7 +180,7 @@ FOREIGN_PRIVATE |= {f"self._notify_keys_{event}" for event in ("accessed", "dele
 
 
 @needs_sources
-def test_no_module_uses_private_names_of_another():
+def test_no_module_uses_foreign_private_names():
     faults = [
         f"{path.relative_to(ROOT)}:{use}"
         for path in sorted((ROOT / "kvcache").rglob("*.py"))
@@ -196,7 +196,7 @@ def test_private_names_of_others_are_found():
 
 
 @needs_sources
-def test_every_place_of_the_table_has_a_file():
+def test_every_place_has_a_file():
     modules = sources()
     assert [pattern for room in rooms() for pattern in room.modules if not fnmatch.filter(modules, pattern)] == []
 

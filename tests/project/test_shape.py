@@ -1,4 +1,4 @@
-"""Outside the lab, classes and functions stay small, and local names are nouns."""
+"""Outside the lab, classes and functions stay small, and local names are nouns; names of tests are short everywhere."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ MAX_ATTRIBUTES = 16
 MAX_PYTHON_LINES = 60
 MAX_CYTHON_LINES = 80
 MAX_VAGUE_SHARE = 0.01
+MAX_TEST_WORDS = 6
 VAGUE = {"one", "found", "given", "fresh", "wanted", "own", "left"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -136,6 +137,14 @@ def vague_names() -> tuple[list[str], int]:
 def test_local_names_say_what_they_hold():
     vague, num_names = vague_names()
     assert len(vague) <= MAX_VAGUE_SHARE * num_names, vague
+
+
+def test_names_of_tests_are_short():
+    paths = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "kvcache" / "testing").rglob("*.py")]
+    names = {name for path in paths for name in re.findall(r"def test_(\w+)\(", path.read_text())}
+    assert len(names) > 1000
+    assert above({name: len(name.split("_")) for name in names}, MAX_TEST_WORDS) == []
+    assert [name for name in sorted(names) if re.match("(a|an|the)_", name)] == []
 
 
 SHAPE = '''

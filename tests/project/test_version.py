@@ -67,7 +67,7 @@ def test_version_of_two_commits_differs(checkout):
     assert '"0.1.0.dev0"' in (checkout / "kvcache" / "version.py").read_text()
 
 
-def test_version_of_sdist_is_that_of_its_commit(checkout, tmp_path):
+def test_sdist_version_is_its_commits(checkout, tmp_path):
     version = f"0.1.0.dev0+g{commit(checkout)}"
     setup(checkout, "sdist")
     shutil.unpack_archive(checkout / "dist" / f"kvcache-{version}.tar.gz", tmp_path)

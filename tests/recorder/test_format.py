@@ -43,7 +43,7 @@ def frame_starts(data):
     return starts
 
 
-def test_cut_recording_is_read_up_to_the_cut(path, whole):
+def test_cut_recording_reads_to_cut(path, whole):
     records, end = read_all(path, whole)
     assert end == ""
     for length in range(0, len(whole), 3):

@@ -17,7 +17,7 @@ from kvcache.recorder.recorder import Recorder
 
 
 @pytest.mark.parametrize("num_calls", [3000, 300_000])
-def test_full_buffer_loses_records_and_counts_them(manager, path, monkeypatch, num_calls):
+def test_full_buffer_counts_lost_records(manager, path, monkeypatch, num_calls):
     gate = threading.Event()
     # A disk that hangs.
     monkeypatch.setattr("kvcache.recorder.files.write_all", lambda fd, data: gate.wait(30) and os.write(fd, data))
@@ -43,7 +43,7 @@ def test_full_buffer_loses_records_and_counts_them(manager, path, monkeypatch, n
     assert recording.num_lost == lost
 
 
-def test_lost_record_between_equal_answers_splits_their_run(manager, path):
+def test_lost_record_splits_its_run(manager, path):
     long = [os.urandom(16) for _ in range(60_000)]
     with Recorder(manager, path, buffer_bytes="900KiB") as recorder:
         manager.status(key(1))
@@ -54,7 +54,7 @@ def test_lost_record_between_equal_answers_splits_their_run(manager, path):
     assert found == [ops.Op.STATUS, ops.Op.LOST, ops.Op.STATUS, ops.Op.STATS]
 
 
-def test_record_that_cannot_be_encoded_is_lost_alone(manager, path):
+def test_unencodable_record_is_lost_alone(manager, path):
     with Recorder(manager, path) as recorder:
         manager.touch([key(1)])
         with pytest.raises(ValueError, match="next_use"):

@@ -42,7 +42,7 @@ def test_configuration_records_from_the_first_call(tmp_path):
     assert Recording(path).header["manager"]["cache_policy"] == "arc"
 
 
-def test_bad_configuration_is_refused_at_the_start():
+def test_bad_configuration_is_refused_at_start():
     cases = ({"record": 5}, "record"), ({"record": "x", "advanced": {"record_max_bytes": "lots"}}, "record_max_bytes")
     for options, name in cases:
         with pytest.raises(ValueError, match=name):
@@ -55,7 +55,7 @@ def test_options_are_known_to_vllm_settings():
     assert {"record", "advanced"} <= OUR_KEYS
 
 
-def test_socket_command_starts_and_stops_a_recording(tmp_path):
+def test_socket_command_toggles_a_recording(tmp_path):
     manager = CPUOffloadingManager(16, 20)
     command = RecordCommand(Telemetry(manager))
     assert command.run() == {"file": None}
@@ -75,7 +75,7 @@ def test_socket_command_starts_and_stops_a_recording(tmp_path):
     assert replay_recording(Recording(path)).num_calls == 9
 
 
-def test_recording_that_starts_during_the_shutdown_is_stopped(tmp_path, monkeypatch):
+def test_recording_during_shutdown_is_stopped(tmp_path, monkeypatch):
     manager = CPUOffloadingManager(16, 20)
     manager.telemetry = Telemetry(manager)
     command = RecordCommand(manager.telemetry)
@@ -121,7 +121,7 @@ def test_command_replays_a_recording(run, recorded):
     assert (status, json.loads(out)["is_same"]) == (0, True)
 
 
-def test_command_names_the_first_difference_and_shrinks_it(run, recorded):
+def test_command_shrinks_the_first_difference(run, recorded):
     report = recorded.parent / "report.json"
     status, out, err = run("rerun", recorded, "--policy", "mq", "--shrink", "--json", report)
     assert status == 1
@@ -131,7 +131,7 @@ def test_command_names_the_first_difference_and_shrinks_it(run, recorded):
     assert json.loads(report.read_text())["difference"]["call"].startswith(("prepare_store", "lookup"))
 
 
-def test_rerun_json_onto_the_recording_is_refused(run, recorded):
+def test_rerun_onto_recording_is_refused(run, recorded):
     before = recorded.read_bytes()
     status, _, err = run("rerun", recorded, "--json", recorded)
     assert (status, recorded.read_bytes()) == (2, before)
@@ -145,7 +145,7 @@ def test_shrink_without_twin_names_the_policy(monkeypatch):
     assert "tests/references" in text
 
 
-def test_command_reads_a_recording_as_a_trace(run, recorded):
+def test_command_reads_recording_as_trace(run, recorded):
     options = ["--policy", "lru,min", "--blocks", "5,20", "--jobs", "1", "--quiet", "--json", "-"]
     status, out, _ = run("plan", recorded, *options)
     assert (status, json.loads(out)["source"]["format"]) == (0, "recording")

@@ -38,7 +38,7 @@ def test_recording_replays_to_the_same_answers(path, policy):
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back", "write_through_selective"])
-def test_tiered_recording_needs_no_tier_to_replay(path, write_policy):
+def test_tiered_recording_replays_without_tier(path, write_policy):
     rng = random.Random(write_policy)
 
     class Moody(MemoryTier):
@@ -164,7 +164,7 @@ def test_late_recording_replays_from_next_reset(tmp_path, path):
 
 # A recording omits a call that another thread is making when the recording begins.
 @pytest.mark.parametrize(("num_threads", "begins_late"), [(1, False), (3, False), (1, True)])
-def test_recordings_that_begin_and_end_beside_calls_replay(tmp_path, num_threads, begins_late):
+def test_recordings_beside_calls_replay(tmp_path, num_threads, begins_late):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     num_replayed = 0

@@ -27,7 +27,7 @@ from kvcache.recorder.recorder import Recorder
 from kvcache.testing.tiers import ManualTier
 
 
-def test_stopped_manager_calls_its_own_methods_again(manager, path):
+def test_stopped_manager_calls_own_methods(manager, path):
     before = {name: getattr(manager, name) for name in ("lookup", "prepare_store", "take_events")}
     recorder = Recorder(manager, path)
     assert manager.recorder is recorder
@@ -41,7 +41,7 @@ def test_stopped_manager_calls_its_own_methods_again(manager, path):
     assert [record.op for record in Recording(path)] == [ops.Op.STATS]
 
 
-def test_failed_start_and_stop_give_every_part_back(path):
+def test_failed_start_gives_parts_back(path):
     tier = ManualTier(8, np.zeros((8, 4), np.uint8), is_automatic=True)
     manager = TieredOffloadingManager(8, 8, [tier])
 
@@ -127,7 +127,7 @@ def test_positions_are_written_once_per_reset(manager, path):
     assert [len(record.keys) for record in before_reset if record.op is ops.Op.POSITIONS] == [1] * 40
 
 
-def test_salt_makes_keys_of_two_recordings_alike(tmp_path):
+def test_salt_makes_recordings_keys_alike(tmp_path):
     def recorded(name, salt):
         manager = CPUOffloadingManager(16, 8)
         with Recorder(manager, tmp_path / name, salt=salt):
@@ -141,7 +141,7 @@ def test_salt_makes_keys_of_two_recordings_alike(tmp_path):
     assert b"ours" not in (tmp_path / "a").read_bytes()
 
 
-def test_calls_inside_a_recorded_call_are_not_recorded(path):
+def test_inner_calls_are_not_recorded(path):
     def clock():
         if threading.current_thread() is threading.main_thread():
             manager.status(key(1))

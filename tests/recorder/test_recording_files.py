@@ -23,7 +23,7 @@ from kvcache.recorder.format import Recording, RecordingError
 from kvcache.recorder.recorder import Recorder
 
 
-def test_files_are_bounded_and_the_oldest_goes_first(manager, tmp_path, path):
+def test_oldest_file_of_many_goes_first(manager, tmp_path, path):
     with Recorder(manager, path, max_bytes="1MiB") as recorder:
         for i in range(300):
             manager.touch([os.urandom(32) for _ in range(1000)])
@@ -58,7 +58,7 @@ def test_short_writes_are_continued(manager, path, monkeypatch):
     assert replayed(path).num_calls == 12
 
 
-def test_failing_disk_ends_the_recording_and_nothing_else(manager, path, monkeypatch):
+def test_failing_disk_ends_recording_only(manager, path, monkeypatch):
     recorder = Recorder(manager, path)
 
     def full(fd, data):
@@ -75,7 +75,7 @@ def test_failing_disk_ends_the_recording_and_nothing_else(manager, path, monkeyp
     assert manager.prepare_store([key(1)]).store_spec.block_ids.tolist() == [0]
 
 
-def test_path_that_cannot_be_recorded_to_is_named(manager, tmp_path):
+def test_unusable_path_is_named(manager, tmp_path):
     foreign = tmp_path / "foreign", tmp_path / "second.1"
     for file in foreign:
         file.write_text("dear diary")
@@ -199,7 +199,7 @@ def test_kill_leaves_what_was_written_whole(tmp_path, rests):
 
 
 @pytest.mark.parametrize("num_bytes", [None, 0, 3, 8, 20, 100])
-def test_kill_between_two_files_leaves_the_older_ones(manager, tmp_path, path, num_bytes):
+def test_kill_between_files_leaves_older(manager, tmp_path, path, num_bytes):
     with Recorder(manager, path):
         serve(manager, 3)
     whole = (path).read_bytes()

@@ -151,7 +151,7 @@ def test_broken_promise_is_found_and_shrunk(tmp_path):
     assert "# Broken here:" in as_test(shrunk, EvictsWhatMustStay)
 
 
-def test_what_shows_no_fault_is_not_shrunk(tmp_path):
+def test_faultless_recording_is_not_shrunk(tmp_path):
     recording = record(tmp_path / "run.kvlog", num_requests=50)
     kept = []
     assert replay_recording(recording, None, Promises, kept).difference is None
@@ -159,7 +159,7 @@ def test_what_shows_no_fault_is_not_shrunk(tmp_path):
     assert shrink(kept, recording.header["manager"], breaks_promises(None)) is None
 
 
-def test_search_ends_in_time_with_what_it_has(tmp_path):
+def test_search_ends_in_time(tmp_path):
     recording = record(tmp_path / "run.kvlog")
     kept = kept_calls(recording, SwapsVictims)
     shrunk = shrink(kept, recording.header["manager"], differs_from(SwapsVictims, "lru"), max_s=0.0)
@@ -167,5 +167,5 @@ def test_search_ends_in_time_with_what_it_has(tmp_path):
 
 
 @pytest.mark.parametrize("wanted", [{3}, {0, 99}, {1, 50, 51, 98}])
-def test_minimize_keeps_what_is_needed_and_no_more(wanted):
+def test_minimize_keeps_only_needed_calls(wanted):
     assert set(minimize(range(100), lambda some: wanted <= set(some))) == wanted

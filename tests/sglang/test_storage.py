@@ -56,7 +56,7 @@ def files(path, name):
     return sorted(Path(path).rglob(name))
 
 
-def test_damaged_short_and_swapped_files_are_misses(engine, tmp_path):
+def test_damaged_and_swapped_files_are_misses(engine, tmp_path):
     first = engine()
     assert first.store(TOKENS) == len(TOKENS)
     first.close()
@@ -161,7 +161,7 @@ def test_hot_pages_survive_a_restart(engine):
     assert second.load(prompts[0])[0] == 4 * PAGE
 
 
-def test_nothing_raises_into_the_threads_of_sglang(engine):
+def test_nothing_raises_into_sglangs_threads(engine):
     first = engine()
     storage, keys = first.storage, first.hashes(TOKENS)
     assert storage.batch_set_v1(keys, torch.arange(3)) == [False] * 6

@@ -167,7 +167,7 @@ def test_failing_calls_serve_no_wrong_byte(tmp_path, calls, name):
         assert counts["failed"] == 0
 
 
-def test_disk_tier_whose_calls_hang_blocks_no_caller(tmp_path, calls, monkeypatch):
+def test_hanging_calls_block_no_caller(tmp_path, calls, monkeypatch):
     monkeypatch.setattr(job_tier, "_SHUTDOWN_S", 0.2)
     disk = open_disk(tmp_path / "tier")
     use(disk, random.Random(1), Counter(), 20)

@@ -163,7 +163,7 @@ def test_no_slot_serves_two_keys(policy, run_threads, budget):
 
 
 @pytest.mark.parametrize("policy", [*POLICIES.names(), ReferenceLRU])
-def test_no_slot_serves_two_keys_beside_finalizers(policy, run_threads, budget):
+def test_slots_stay_unique_beside_finalizers(policy, run_threads, budget):
     requests = Requests(policy)
     busy = threading.local()
 

@@ -222,7 +222,7 @@ def test_contract_judges_faulty_tier_in_time(tier_class, complaint, tmp_path):
     assert re.match(complaint or "$", verdict_of(tier_class, tmp_path))
 
 
-def test_contract_fails_a_tier_that_ignores_its_capacity(tmp_path):
+def test_contract_fails_tier_beyond_capacity(tmp_path):
     class Contract(TierContract):
         evicts = False
 
@@ -230,4 +230,4 @@ def test_contract_fails_a_tier_that_ignores_its_capacity(tmp_path):
             return Grown(num_blocks, host_blocks, is_automatic=True)
 
     with pytest.raises(AssertionError, match="a tier of 4 blocks holds 12"):
-        Contract().test_tier_holds_no_more_than_its_capacity(tmp_path)
+        Contract().test_tier_stays_within_its_capacity(tmp_path)

@@ -237,7 +237,7 @@ def link_of(block_s):
     return link
 
 
-def test_prefix_is_cut_where_the_medium_changes():
+def test_prefix_is_cut_between_media():
     arbiter = LoadArbiter(10.0)
     fast, slow = link_of(0.1), link_of(2.0)
     # 10 tokens a block take a second.
@@ -297,7 +297,7 @@ def test_failed_jobs_teach_nothing():
     assert link.load_s(1, 50.0) == 0.0
 
 
-def test_rates_in_use_do_not_follow_noise():
+def test_rates_in_use_ignore_noise():
     fit = CostFit()
     seen = set()
     for i in range(40):
@@ -333,7 +333,7 @@ BAD_REPORTS = {
 
 
 @pytest.mark.parametrize(("place", "value"), [(i, value) for i, values in BAD_REPORTS.items() for value in values])
-def test_report_of_what_no_prompt_takes_is_ignored(place, value):
+def test_impossible_report_is_ignored(place, value):
     engine = Engine(0.01, 0.01, flat(1000))
     report = [0, 5, 1.0]
     report[place] = value
@@ -343,7 +343,7 @@ def test_report_of_what_no_prompt_takes_is_ignored(place, value):
     assert engine.manager.arbiter.prefill.compute_s(0, 1000) == pytest.approx(1.0)
 
 
-def test_call_without_a_request_is_not_arbitrated():
+def test_call_without_request_is_not_arbitrated():
     engine = Engine(0.0, 1.0, flat(1e6), given=1e6)
     engine.manager.controllers[0].link.fit.set(1.0, 0.0)
     assert engine.manager.lookup(engine.prompt(4)) is None
@@ -352,7 +352,7 @@ def test_call_without_a_request_is_not_arbitrated():
 
 @pytest.mark.parametrize("position", [-1, 10**400, -(10**400), 1 << 62, "16", None, 1.5, math.nan])
 @pytest.mark.parametrize("by_key", [False, True])
-def test_position_that_no_prompt_has_counts_as_unknown(position, by_key):
+def test_impossible_position_counts_as_unknown(position, by_key):
     engine = Engine(0.01, 0.01, flat(1000), given=1000, by_key=by_key)
     keys, context = engine.prompt(3), ReqContext()
     context.set_offload_key_positions({key: (i + 1) * BLOCK_TOKENS for i, key in enumerate(keys)} | {keys[1]: position})
@@ -364,7 +364,7 @@ def test_position_that_no_prompt_has_counts_as_unknown(position, by_key):
     engine.manager.on_request_finished(context)
 
 
-def test_context_that_lives_on_keeps_no_manager_alive():
+def test_living_context_frees_its_manager():
     engine = Engine(0.01, 0.01, flat(1000), write_policy="write_through_selective")
     keys, context = engine.prompt(2), ReqContext()
     assert engine.manager.lookup(keys, context) is None

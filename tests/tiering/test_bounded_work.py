@@ -82,7 +82,7 @@ def test_lookup_of_alternating_blocks_is_linear():
     assert min(per_key_s(12_000) for _ in range(3)) < 3 * min(per_key_s(3_000) for _ in range(3))
 
 
-def test_step_of_a_large_promotion_is_bounded():
+def test_step_of_large_promotion_is_bounded():
     manager, (tier,), keys = world(10 * MAX_STEP_BLOCKS, lambda i: False)
     context = ReqContext()
     most = 0
@@ -114,7 +114,7 @@ def test_tier_results_are_processed_in_steps(monkeypatch):
 
 @pytest.mark.parametrize("num_tiers", [1, 2])
 @pytest.mark.parametrize("num_blocks", [2, 3, 4, 16, 64])
-def test_tiers_that_hang_never_take_the_whole_pool(num_blocks, num_tiers):
+def test_hung_tiers_never_take_whole_pool(num_blocks, num_tiers):
     clock = [0.0]
     host = np.zeros((num_blocks, 8), np.uint8)
     tiers = [ManualTier(1000, host) for _ in range(num_tiers)]

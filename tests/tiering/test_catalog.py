@@ -140,7 +140,7 @@ def test_query_takes_keys_that_wait(monkeypatch):
     assert catalog.find(KEYS[:7]) == 7
 
 
-def test_only_the_last_reset_opens_a_tier(monkeypatch):
+def test_last_reset_opens_tier(monkeypatch):
     monkeypatch.setattr(lifecycle, "RETRY_S", 0.001)
     gate, begun, errors = threading.Semaphore(0), [], []
     catalogs = {generation: Catalog() for generation in (1, 2, 3)}

@@ -204,7 +204,7 @@ def test_random_faults_leave_nothing_behind(write_policy):
     assert num_loads > 100
 
 
-def test_slot_of_two_hung_writes_stays_withheld():
+def test_slot_of_hung_writes_stays_withheld():
     world = World()
     world.store([b"a"])
     world.clock.now_s += 3.0
@@ -219,7 +219,7 @@ def test_slot_of_two_hung_writes_stays_withheld():
         assert world.manager.stats().num_free == num_free
 
 
-def test_block_that_arrives_too_late_is_not_held():
+def test_block_arriving_late_is_not_held():
     world = World()
     world.tiers[0].submit_store(-1, [b"a"], [0])
     world.host[0] = np.frombuffer(world.content(b"a"), np.uint8)
@@ -239,7 +239,7 @@ def test_block_that_arrives_too_late_is_not_held():
     assert world.manager.stats().num_referenced == 0
 
 
-def test_tier_that_refuses_stores_keeps_no_reference():
+def test_refused_stores_keep_no_reference():
     world = World()
     for tier in world.tiers:
         tier.refuses = True
@@ -262,7 +262,7 @@ def test_failed_load_frees_its_blocks():
     assert world.manager.stats().num_free == NUM_BLOCKS
 
 
-def test_blocks_are_offered_once_and_only_if_committed():
+def test_committed_blocks_are_offered_once():
     world = World()
     world.manager.prepare_store([b"a", b"b", b"c"])
     world.manager.complete_store([b"a"])
@@ -320,7 +320,7 @@ def test_reset_drops_what_waits_for_tiers():
 
 
 @pytest.mark.parametrize("error", ["", "broken"])
-def test_foreign_keys_of_a_report_are_ignored(error):
+def test_foreign_keys_in_report_are_ignored(error):
     world = World()
     world.store([b"a"])
     list(world.manager.take_events())
@@ -336,7 +336,7 @@ def test_foreign_keys_of_a_report_are_ignored(error):
     assert not world.manager.controllers[0].backlog.missed
 
 
-def test_tier_whose_reset_failed_is_not_used():
+def test_tier_with_failed_reset_is_unused():
     world = World()
     world.store(PROMPTS[0])
     world.end_jobs()

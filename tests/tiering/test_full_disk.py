@@ -85,7 +85,7 @@ def test_write_back_blocks_are_offered_again():
     assert all(world.tier.lookup([key]) for key in missed)
 
 
-def test_failing_probe_is_one_block_a_pause():
+def test_failing_probe_is_one_block():
     world = World()
     world.fill(*KEYS)
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_failing_probe_is_one_block_a_pause():
     assert world.recover()[0] == [KEYS[-1]]
 
 
-def test_missed_blocks_that_left_are_not_offered():
+def test_gone_missed_blocks_are_not_offered():
     world = World()
     world.fill(*KEYS)
     # All of host memory is replaced while the tier is paused.

@@ -242,7 +242,7 @@ ALL = os.environ.get("KVCACHE_ALL_INTERLEAVINGS") == "1"
 
 @pytest.mark.parametrize(("max_ticks", "max_failures"), [(0, MANY), (1, 1)], ids=["any_failures", "a_deadline"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_nobody_waits_for_ever_and_nothing_leaks(name, max_ticks, max_failures):
+def test_no_call_waits_and_nothing_leaks(name, max_ticks, max_failures):
     num_visited, is_whole = explore(SCENARIOS[name], max_ticks, max_failures, MANY if ALL else 250)
     print(f"{name}: {num_visited} states")
     assert is_whole or num_visited == 250

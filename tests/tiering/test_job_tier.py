@@ -121,7 +121,7 @@ def test_from_config_names_no_absent_codec():
     TierWithoutCodecs.from_config({}, np.zeros((NUM_HOST, 256), np.uint8), {}).shutdown()
 
 
-def test_from_config_gives_the_constructor_its_codec():
+def test_from_config_makes_the_codec():
     pytest.importorskip("torch")
     pytest.importorskip("xxhash")
     host = np.zeros((NUM_HOST, 256), np.uint8)
@@ -274,7 +274,7 @@ def test_cancelled_waiting_batches_fail_at_once(make, host, store):
     assert save(tier, keys_of("de"), 5).done == keys_of("de")
 
 
-def test_loads_overtake_stores_that_have_not_begun(make, host, store):
+def test_loads_overtake_waiting_stores(make, host, store):
     tier = make(slots=32, num_threads=1, max_batch_blocks=1)
     save(tier, keys_of("a"))
     store.hold(lambda: tier.submit_store(2, [b"b"], [1]))
@@ -340,7 +340,7 @@ def test_store_before_reset_does_not_count(make, host, store):
     assert tier.stats().num_held == 0
 
 
-def test_counters_do_not_go_back_at_a_reset(make, host, store):
+def test_counters_survive_a_reset(make, host, store):
     tier, seqs = make(slots=2), []
     tier.on_stored = lambda batch: seqs.extend(batch.seqs)
     save(tier, keys_of("ab"), 1)
@@ -415,7 +415,7 @@ def test_hung_existence_query_counts_as_absent(make, store):
 
 
 @pytest.mark.parametrize("answer", [OSError("gone"), [True], None])
-def test_existence_query_that_fails_counts_as_absent(make, store, answer):
+def test_failed_existence_query_counts_as_absent(make, store, answer):
     tier = make(absent_s=10.0)
 
     def exists(keys):
@@ -443,7 +443,7 @@ def test_existence_is_remembered_within_bounds(monkeypatch):
     assert cache.count_held(keys_of("dxyz"), 20.0) == (3, [], True)
 
 
-def test_index_refuses_contents_that_do_not_fit():
+def test_index_refuses_bad_contents():
     with pytest.raises(ValueError, match="2 keys share slots"):
         SlotCatalog(4, "lru", keys_of("ab"), [1, 1])
     with pytest.raises(ValueError, match="2 keys in 1 slots of 4"):
@@ -544,7 +544,7 @@ def order_of(*tasks):
     return order
 
 
-def test_queries_go_before_loads_and_loads_before_stores():
+def test_queries_precede_loads_precede_stores():
     assert order_of(("store", STORE), ("load", LOAD), ("query", QUERY)) == ["query", "load", "store"]
 
 

@@ -77,7 +77,7 @@ def keys_of(text):
     return [letter.encode() for letter in text]
 
 
-def test_stored_block_goes_down_and_stays_readable():
+def test_stored_block_reaches_tier_stays_readable():
     bench = Bench()
     bench.store(b"a")
     assert bench.jobs() == [(False, [b"a"])]
@@ -151,7 +151,7 @@ def test_two_requests_share_one_promotion():
     assert bench.manager.policy.get(b"a").ref_cnt == 1
 
 
-def test_look_up_of_another_prompt_holds_its_prefix():
+def test_other_prompts_lookup_holds_its_prefix():
     bench, context = Bench(num_blocks=4).on_tier(b"c"), ReqContext()
     bench.store(b"a", b"b")
     bench.step()
@@ -160,7 +160,7 @@ def test_look_up_of_another_prompt_holds_its_prefix():
         assert bench.manager.policy.get(head).ref_cnt == 1
 
 
-def test_promotion_that_does_not_fit_is_cut():
+def test_promotion_too_large_is_cut():
     bench = Bench(num_blocks=2, num_tier_blocks=4).on_tier(*keys_of("ab"))
     bench.store(b"p")
     bench.step()
@@ -205,7 +205,7 @@ def test_lost_promotion_is_miss_after_deadline():
     assert bench.bytes_of(b"a") == b"a"
 
 
-def test_slow_tier_drops_stores_and_counts_them():
+def test_slow_tier_counts_dropped_stores():
     bench = Bench(max_store_blocks=1)
     bench.store(*keys_of("abc"))
     assert bench.jobs() == [(False, [b"c"])]
@@ -240,7 +240,7 @@ def test_breaker_tries_one_job_after_failures(caplog):
 
 
 @pytest.mark.parametrize("num_uses", [1, 3])
-def test_block_is_written_on_its_nth_use(num_uses):
+def test_nth_use_writes_block(num_uses):
     bench = Bench(write_policy="write_through_selective", num_uses=num_uses)
     first = ReqContext()
     bench.manager.prepare_store([b"a"], first)
@@ -369,7 +369,7 @@ def test_reset_does_not_await_hung_tier(is_load):
     assert (stats.num_pending, stats.num_referenced, stats.num_free) == (1, 0, 0)
 
 
-def test_second_tier_is_asked_after_the_first():
+def test_second_tier_is_asked_next():
     clock = Clock()
     upper, lower = ManualTier(1, is_automatic=True), ManualTier(8, is_automatic=True)
     lower.medium = "LOWER"
@@ -406,7 +406,7 @@ def test_bad_arguments_name_the_value():
         TieredOffloadingManager(16, 3, []).lookup("abc")
 
 
-def test_retention_hints_lapse_by_the_managers_clock():
+def test_retention_hints_follow_managers_clock():
     now = [100.0]
     manager = TieredOffloadingManager(16, 2, [], clock=lambda: now[0], retention_share=1.0)
 

@@ -198,7 +198,7 @@ def test_raising_reset_serves_nothing():
 
 
 @pytest.mark.parametrize("answer", [-2, 5, 2.0, True, "2", [2]])
-def test_impossible_answer_of_a_look_up_finds_nothing(answer):
+def test_impossible_lookup_answer_finds_nothing(answer):
     tier = ManualTier(8)
     controller = TierController(tier, TierConfig(), 16, 1, HostBudget(16))
     keys = [bytes([number]) for number in range(4)]

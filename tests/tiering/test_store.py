@@ -246,7 +246,7 @@ def test_invalid_arguments_change_nothing(gated):
     assert [part.labels for part in gated.parts()] == [(("tier", "0"), ("medium", "MEMORY"))]
 
 
-def test_changes_are_told_and_pinned_blocks_stay(tmp_path):
+def test_changes_are_reported_pinned_blocks_stay(tmp_path):
     from kvcache.assembly.assemble import open_tiers
 
     events, tiers = [], []
@@ -295,7 +295,7 @@ class SteppedStore(KeyedStore):
             self.tier.end(job)
 
 
-def test_call_that_moves_on_is_not_late():
+def test_moving_call_is_not_late():
     store = SteppedStore()
     assert all(put(store, range(20)))
     assert all(get(store, range(20)))

@@ -93,7 +93,7 @@ def world():
     return SimpleNamespace(tier=tier, controller=TierController(tier, TierConfig(), 64, 1, HostBudget(64)))
 
 
-def test_long_requests_each_step_leave_no_backlog(world):
+def test_long_requests_leave_no_backlog(world):
     """A request of 2,048 blocks ends each step, twice as many as a small queue passes on."""
     waiting = []
     for number in range(40):
@@ -110,7 +110,7 @@ def test_long_requests_each_step_leave_no_backlog(world):
     assert list(world.tier.order)[: -len(keys) - 1 : -1] == keys
 
 
-def test_flood_of_uses_is_bounded_and_counted(world):
+def test_flood_of_uses_is_bounded(world):
     """Eight loads of 2,048 blocks a step."""
     num_added = 0
     for number in range(24):

@@ -345,7 +345,7 @@ class StoreContract(TierContract):
     def options(self, path, num_blocks):
         return self.place | {"salt": str(path)}
 
-    def test_second_engine_finds_what_the_first_stored(self, opened, tmp_path):
+    def test_second_engine_finds_firsts_blocks(self, opened, tmp_path):
         options = self.options(tmp_path, 0) | {"fingerprint": {"model": "m"}}
         host, others = blocks(), [{}, {"fingerprint": {"model": "other"}}, {"salt": "another tenant"}]
         opened += [self.tier_type(host_blocks=host, **options | other) for other in [{}, *others]]

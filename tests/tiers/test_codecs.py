@@ -70,7 +70,7 @@ def open_configured(entry, host):
     return tier
 
 
-def test_zstd_gives_the_same_bytes_in_fewer():
+def test_zstd_returns_same_bytes_in_fewer():
     host = compressible()
     before = host.copy()
     entry = {"type": "memory", "capacity": "1MiB", "codec": {"type": "zstd", "level": 3, "share": 0.7}}
@@ -124,7 +124,7 @@ def test_incompressible_block_is_refused_alone(tmp_path, is_disk):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_fp8_is_off_by_a_sixteenth_at_most(dtype):
+def test_fp8_is_off_by_a_sixteenth(dtype):
     kind = getattr(torch, dtype)
     values = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).mul(3).to(kind)
     values[5] *= 1e-3
@@ -149,7 +149,7 @@ def test_fp8_is_off_by_a_sixteenth_at_most(dtype):
             codec.encode(block.data, memoryview(code))
 
 
-def test_fp8_blocks_come_back_alike_every_time():
+def test_fp8_blocks_return_alike_every_time():
     host = torch.randn(40, 4096, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     host = host.view(torch.uint8).numpy().copy()
     before = host.copy()

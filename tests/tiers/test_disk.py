@@ -36,7 +36,7 @@ def test_blocks_come_back_as_they_were(bench, block_bytes):
     assert (stats.num_held, stats.stored_blocks, stats.loaded_blocks, stats.corrupt_blocks) == (10, 10, 10, 0)
 
 
-def test_least_recently_used_block_leaves_and_is_named(bench):
+def test_oldest_block_leaves_and_is_named(bench):
     tier = bench.open(num_blocks=4)
     assert tier.submit_store(1, bench.keys(*range(5)), list(range(5))) is False
     assert (tier.stats().refused_blocks, tier.get_finished()) == (5, [])
@@ -126,7 +126,7 @@ def test_keys_of_any_bytes_survive(bench):
     assert sorted(load(tier, keys).done) == sorted(keys)
 
 
-def test_capacity_bounds_the_folder_from_the_first_byte(bench, tmp_path):
+def test_capacity_bounds_the_new_folder(bench, tmp_path):
     capacity = 300_000
     tier = DiskTier(tmp_path / "small", capacity, bench.host_blocks())
     bench.opened.append(tier)
@@ -256,7 +256,7 @@ def test_cut_file_costs_its_blocks_only(bench, tmp_path, caplog, name, length, k
 
 
 @pytest.mark.parametrize("name", ["data", "records", "recency"])
-def test_file_that_is_too_long_is_refused(bench, tmp_path, name):
+def test_overlong_file_is_refused(bench, tmp_path, name):
     bench.open().shutdown()
     file = tmp_path / "tier" / name
     os.truncate(file, file.stat().st_size + 1)

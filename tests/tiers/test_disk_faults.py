@@ -51,7 +51,7 @@ def test_reset_is_reported_once_synced(bench, monkeypatch):
     assert calls == ["file", "replace", "directory"]
 
 
-def test_kill_right_after_reset_brings_nothing_back(bench, monkeypatch, tmp_path):
+def test_kill_after_reset_restores_nothing(bench, monkeypatch, tmp_path):
     tier = bench.open()
     store(tier, bench.keys(0, 1))
     released = threading.Event()
@@ -74,7 +74,7 @@ def test_kill_right_after_reset_brings_nothing_back(bench, monkeypatch, tmp_path
     assert load(bench.open(), bench.keys(2)).done == bench.keys(2)
 
 
-def test_reset_at_the_largest_epoch_goes_on(bench):
+def test_reset_at_largest_epoch_continues(bench):
     bench.open().shutdown()
     bench.edit_header(epoch=(1 << 32) - 1)
     tier = bench.open()
@@ -88,7 +88,7 @@ def test_reset_at_the_largest_epoch_goes_on(bench):
 
 
 @pytest.mark.parametrize("names", [["data", "records"], ["data", "records", "recency", "lock"]])
-def test_files_of_another_model_are_not_served(bench, tmp_path, names):
+def test_foreign_models_files_are_not_served(bench, tmp_path, names):
     bench.leave(*range(16), path=tmp_path / "other", fingerprint={"model": "b"})
     bench.open(fingerprint={"model": "a"}).shutdown()
     for name in names:
@@ -142,7 +142,7 @@ def test_reset_before_open_is_not_forgotten(bench, monkeypatch):
     assert bench.open().stats().num_held == 0
 
 
-def test_tier_that_never_opens_can_be_shut_down(bench, monkeypatch):
+def test_unopened_tier_can_be_shut_down(bench, monkeypatch):
     released = open_when_released(monkeypatch)
     monkeypatch.setattr("kvcache.tiering.job_tier._SHUTDOWN_S", 0.02)
     tier = bench.open(open_timeout_s=0.02)
@@ -183,7 +183,7 @@ def test_huge_header_is_refused_unread(bench):
         bench.open()
 
 
-def test_process_ends_while_its_io_thread_hangs(tmp_path):
+def test_process_ends_despite_hung_io_thread(tmp_path):
     code = (
         "import sys, threading, numpy as np\n"
         "from kvcache.tiering import job_tier\n"
@@ -202,7 +202,7 @@ def mode_of(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_directory_and_files_are_the_owners_alone(bench):
+def test_directory_is_the_owners_alone(bench):
     old = os.umask(0)
     try:
         bench.open()
@@ -252,7 +252,7 @@ def test_kill_inside_store_leaves_misses(bench, monkeypatch, tmp_path, stage):
     assert left.stats().corrupt_blocks == 0
 
 
-def test_first_store_into_slots_writes_each_record_once(bench, monkeypatch):
+def test_first_store_writes_records_once(bench, monkeypatch):
     tier = bench.open(num_blocks=4)
     writes = []
     pwrite = os.pwrite
@@ -266,7 +266,7 @@ def test_first_store_into_slots_writes_each_record_once(bench, monkeypatch):
 
 @pytest.mark.parametrize("lock", [b"", b"of a spool", b"process of " + bytes(300)])
 @pytest.mark.parametrize("name", ["data", "records", "recency"])
-def test_foreign_file_beside_lock_is_left_alone(bench, lock, name):
+def test_foreign_file_beside_lock_stays(bench, lock, name):
     bench.path.mkdir()
     (bench.path / "lock").write_bytes(lock)
     (bench.path / name).write_text("precious")
@@ -303,7 +303,7 @@ def test_interrupted_clear_is_gone_on_with(bench, monkeypatch, lock):
 
 @pytest.mark.parametrize("block_bytes", [4096, 12288, 5000])
 @pytest.mark.parametrize("step", [1 << 20, 8192, 4096, 4100])
-def test_short_reads_and_writes_are_gone_on_with(bench, monkeypatch, block_bytes, step):
+def test_short_reads_and_writes_continue(bench, monkeypatch, block_bytes, step):
     tier = bench.open(block_bytes=block_bytes)
     pwritev, preadv, pwrite, pread = os.pwritev, os.preadv, os.pwrite, os.pread
 
@@ -347,7 +347,7 @@ def test_two_flipped_bits_break_the_seal(bench):
     assert bench.open().stats().num_held == 3
 
 
-def test_less_than_an_aligned_piece_is_moved_again(bench, monkeypatch):
+def test_short_unaligned_piece_is_moved_again(bench, monkeypatch):
     tier = bench.open()
     if not tier.is_direct:
         pytest.skip("no way past the page cache here")
@@ -515,7 +515,7 @@ def test_any_header_raises_one_error(bench, name):
 
 
 @pytest.mark.parametrize("name", ["data", "records", "recency"])
-def test_unreadable_file_is_one_kind_of_error_everywhere(bench, monkeypatch, name):
+def test_unreadable_file_raises_one_error(bench, monkeypatch, name):
     bench.leave(0)
     open_file = TierDirectory.open_file
 
@@ -536,7 +536,7 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_corrupt_blocks_are_warned_of_once_a_minute(bench, caplog, monkeypatch):
+def test_corrupt_blocks_warn_once_a_minute(bench, caplog, monkeypatch):
     tier = bench.open()
     store(tier, bench.keys(*range(8)))
     with (bench.path / "data").open("r+b") as file:
@@ -589,7 +589,7 @@ def test_unsearchable_directory_is_the_reason(bench, monkeypatch):
     assert "Permission denied" in DiskTier.unavailable_reason(DiskOptions(path=str(bench.path), capacity=1 << 20))
 
 
-def test_modes_that_cannot_be_changed_are_warned_of(bench, monkeypatch, caplog):
+def test_unchangeable_modes_are_warned_of(bench, monkeypatch, caplog):
     bench.open().shutdown()
     bench.path.chmod(0o755)
 

@@ -74,7 +74,7 @@ def run_engine(engine, url, counts):
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
-def test_blocks_from_before_a_reset_are_never_served(tmp_path):
+def test_blocks_before_reset_are_never_served(tmp_path):
     if VALKEY_BINARY is None:
         pytest.skip("needs valkey-server or redis-server")
     server = ValkeyServer(tmp_path)

@@ -95,7 +95,7 @@ class TestContract(StoreContract):
         self.place = {"master": shared_store.master, "timeout_s": TIMEOUT_S}
 
 
-def test_damaged_values_are_counted_misses_that_are_removed(shared_store, opened, client, tmp_path):
+def test_damaged_values_are_removed_misses(shared_store, opened, client, tmp_path):
     tier = open_tier(opened, shared_store.master, salt=str(tmp_path))
     store_until_done(tier, KEYS[:6])
     names = [tier.name_of(key) for key in KEYS[:6]]
@@ -134,7 +134,7 @@ def test_unremovable_bad_value_is_reported(shared_store, opened, client, monkeyp
 
 
 @pytest.mark.parametrize(("name", "move"), [("_storing", store), ("_loading", load)])
-def test_batch_waits_a_bounded_time_for_the_client(shared_store, opened, tmp_path, name, move):
+def test_batch_waits_bounded_time_for_client(shared_store, opened, tmp_path, name, move):
     tier = open_tier(opened, shared_store.master, salt=str(tmp_path))
     tier._turn_s = 0.01
     with getattr(tier, name):
@@ -161,7 +161,7 @@ def test_lost_epoch_is_not_announced_again(shared_store, opened, client, tmp_pat
     assert found(late, KEYS[:4]) == 0
 
 
-def test_soft_pins_and_replicas_are_asked_for(make_store, opened):
+def test_soft_pins_and_replicas_are_requested(make_store, opened):
     replicated = make_store("32MB", "32MB")
     options = {"num_replicas": 2, "soft_pin": True, "soft_pin_ttl_s": 60.0}
     tier = open_tier(opened, replicated.master, **options)
@@ -256,7 +256,7 @@ def test_silent_master_gets_no_client(make_store, opened, calls):
     assert calls == ["setup"]
 
 
-def test_another_protocol_on_the_port_is_no_hang(opened):
+def test_other_protocol_causes_no_hang(opened):
     impostor = Impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     tier = open_tier(opened, f"127.0.0.1:{impostor.port}")
     # Refused as long as the tier is being opened.

@@ -78,7 +78,7 @@ def test_random_epochs_share_nothing(open_engine):
     assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4], [], []]
 
 
-def test_reset_deletes_only_blocks_of_left_epoch(open_engine, values):
+def test_reset_deletes_left_epoch_only(open_engine, values):
     first, second = open_engine(), open_engine()
     store(first, KEYS[:4])
     reset_all([first], "v7")
@@ -106,7 +106,7 @@ def test_swapped_values_are_corrupt_and_deleted(open_engine, values):
     assert not {first, second, third} & values.keys()
 
 
-def test_block_of_older_epoch_is_corrupt_under_newer(open_engine, values):
+def test_block_of_older_epoch_is_corrupt(open_engine, values):
     engine = open_engine()
     store(engine, KEYS[:1])
     old = values[engine.store_name(KEYS[0])]
@@ -115,7 +115,7 @@ def test_block_of_older_epoch_is_corrupt_under_newer(open_engine, values):
     assert load(engine, KEYS[:1]).done == []
 
 
-def test_store_that_a_reset_overtakes_is_refused(open_engine, values, monkeypatch):
+def test_store_overtaken_by_reset_is_refused(open_engine, values, monkeypatch):
     engine = open_engine()
     put_values = DictStoreTier.put_values
 
@@ -151,7 +151,7 @@ def test_failed_sweep_is_tried_again(open_engine, values, monkeypatch):
     assert list(values) == [engine.epoch_name]
 
 
-def test_lost_epoch_is_announced_for_later_engines(open_engine, values):
+def test_lost_epoch_is_announced_again(open_engine, values):
     engine = open_engine(maintain_interval_s=0.01)
     before = values.pop(engine.epoch_name)
     until(lambda: engine.epoch_name in values)

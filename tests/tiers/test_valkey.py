@@ -96,7 +96,7 @@ def test_bytes_under_way_are_bounded(server, opened):
     assert tier.max_queued_blocks == 8
 
 
-def test_damaged_values_are_misses_that_are_deleted(server, client, opened):
+def test_damaged_values_are_deleted_misses(server, client, opened):
     tier = open_tier(opened, server.url)
     store(tier, KEYS[:8])
     names = {name[-36:]: name for name in client.scan_iter(match="kvcache:*") if not name.endswith(b":epoch")}
@@ -264,7 +264,7 @@ def wait_for_sign(clients, sign):
     until(lambda: all(sign in client.execute_command("CLUSTER", "INFO") for client in clients), sign.decode())
 
 
-def test_cluster_holds_blocks_on_all_its_servers(cluster, opened):
+def test_cluster_uses_all_its_servers(cluster, opened):
     url = cluster[0].url
     first = open_tier(opened, url, cluster=True)
     assert sorted(store(first, KEYS).done) == KEYS
@@ -284,7 +284,7 @@ def test_cluster_holds_blocks_on_all_its_servers(cluster, opened):
     assert sorted(store(second, KEYS, job_id=3).done) == KEYS
 
 
-def test_slot_that_moves_to_another_server_is_followed(cluster, opened):
+def test_moved_slot_is_followed(cluster, opened):
     tier = open_tier(opened, cluster[0].url, cluster=True)
     store(tier, KEYS)
     clients = [Valkey(port=server.port) for server in cluster]

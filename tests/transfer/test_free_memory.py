@@ -60,12 +60,12 @@ def test_machine_memory_unreadable_meminfo_returns_none(tmp_path, text):
     assert memory._machine_memory(tmp_path / "nowhere") is None
 
 
-def test_memory_left_beyond_the_limit_is_zero(monkeypatch):
+def test_memory_beyond_limit_is_zero(monkeypatch):
     monkeypatch.setattr(memory, "_cgroup_memory", lambda root: (-5, "memory.max = 1"))
     assert memory.memory_left() == (0, "memory.max = 1")
 
 
-def test_check_memory_size_beyond_all_floats_raises():
+def test_size_beyond_all_floats_raises():
     with pytest.raises(ValueError, match=r"0 GiB\) does not fit into host memory"):
         memory.check_memory(10**400)
 

@@ -40,7 +40,7 @@ def staged_many_blocks(geometry, to_host):
 @pytest.mark.parametrize("make_handler", [copied_at_once, copied_by_threads, staged_block_by_block, staged_many_blocks])
 @pytest.mark.parametrize("to_host", [True, False], ids=["store", "load"])
 @given(case=cases())
-def test_bytes_go_where_the_reference_puts_them(make_handler, to_host, case):
+def test_bytes_go_where_reference_puts_them(make_handler, to_host, case):
     buffers, memory = case.expected(to_host)
     handler = make_handler(KVGeometry(case.kv_caches, case.pool, case.factor), to_host)
     spec = (case.device_spec, case.host_spec)
@@ -56,7 +56,7 @@ def test_bytes_go_where_the_reference_puts_them(make_handler, to_host, case):
 
 
 @given(case=cases())
-def test_runs_that_touch_on_both_sides_are_merged(case):
+def test_touching_runs_are_merged(case):
     geometry = KVGeometry(case.kv_caches, case.pool, case.factor)
     spec = case.device_spec
     runs = geometry.compiled.runs(spec.block_ids, spec.group_sizes, spec.block_indices, case.host_spec.block_ids)
@@ -92,7 +92,7 @@ class Fickle(list):
         ),
     ],
 )  # fmt: skip
-def test_geometry_returns_the_runs_of_a_transfer(layout, device_ids, first_index, host_ids, runs):
+def test_geometry_returns_runs_of_transfer(layout, device_ids, first_index, host_ids, runs):
     sizes, indices = Fickle([len(device_ids)]), Fickle([first_index])
     assert Geometry(*layout).runs(np.array(device_ids), sizes, indices, np.array(host_ids)).tolist() == runs
 
@@ -151,7 +151,7 @@ def test_geometry_of_numbers_that_overflow_raises(arguments, message):
         Geometry(*arguments)
 
 
-def test_check_of_more_bytes_than_an_int64_raises():
+def test_check_beyond_int64_raises():
     geometry = Geometry([(0, 1, 1 << 61)], [[(0, 1 << 61)]], 0, 1 << 61, 1)
     with pytest.raises(ValueError, match="5 device blocks of 2305843009213693952 bytes are more than a job can move"):
         geometry.check(np.zeros(5, np.int64), [5], [0], np.zeros(5, np.int64))
@@ -184,7 +184,7 @@ BLOCKS = torch.zeros(4, 8, dtype=torch.int8)
         *((kv_caches_of(BLOCKS, 8), n, f"block_size_factor must be an int >= 1, got {n!r}") for n in (0, -2, "2")),
     ],
 )
-def test_kv_geometry_of_a_wrong_kv_cache_raises(kv_caches, factor, message):
+def test_geometry_of_wrong_cache_raises(kv_caches, factor, message):
     pool = NoisyPool(np.zeros(2 * GUARD + 64, np.int8), 4, 16, 16)
     with pytest.raises(ValueError, match=message):
         KVGeometry(kv_caches, pool, factor)
@@ -193,7 +193,7 @@ def test_kv_geometry_of_a_wrong_kv_cache_raises(kv_caches, factor, message):
             host_block_bytes(kv_caches, factor)
 
 
-def test_kv_geometry_of_tensors_on_two_devices_raises(monkeypatch):
+def test_geometry_on_two_devices_raises(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     tensors = [CanonicalKVCacheTensor(BLOCKS, 8), CanonicalKVCacheTensor(BLOCKS.to("meta"), 8)]
     pool = NoisyPool(np.zeros(2 * GUARD + 64, np.int8), 4, 16, 16)

@@ -67,7 +67,7 @@ def busy():
     handler.shutdown(wait=False)
 
 
-def test_store_then_load_brings_the_bytes_back(handlers, kv_caches):
+def test_store_then_load_returns_bytes(handlers, kv_caches):
     store, load = handlers
     before = [kv.tensor.clone() for kv in kv_caches.tensors]
     start_s = time.perf_counter()
@@ -165,7 +165,7 @@ def test_tensor_memory_stays_during_copy(busy):
 
 
 @pytest.mark.parametrize("tensor_idx", [0, 1])
-def test_jobs_of_a_lost_tensor_fail_once_each(handlers, kv_caches, tensor_idx):
+def test_jobs_of_lost_tensor_fail_once(handlers, kv_caches, tensor_idx):
     store, load = handlers
     kv_caches.tensors[tensor_idx].tensor.set_()
     store.transfer_async(1, ONE)
@@ -178,7 +178,7 @@ def test_jobs_of_a_lost_tensor_fail_once_each(handlers, kv_caches, tensor_idx):
     assert store.get_finished() == []
 
 
-def test_jobs_of_a_pool_without_owner_are_refused(handlers, pool):
+def test_jobs_of_ownerless_pool_are_refused(handlers, pool):
     pool.has_owner = lambda: False
     for handler, spec in zip(handlers, [ONE, ONE[::-1]], strict=True):
         assert handler.transfer_async(1, spec) is False
@@ -201,7 +201,7 @@ def test_shutdown_waits_for_changed_jobs(busy):
     handler.shutdown()
 
 
-def test_shutdown_without_waiting_fails_jobs_in_flight(busy):
+def test_shutdown_at_once_fails_jobs(busy):
     handler, *_ = busy
     handler.transfer_async(0, LONG_JOB)
     for job_id in range(1, 20):
@@ -241,7 +241,7 @@ def run_script(num_blocks, block_bytes, code, **environment):
     return subprocess.check_output(command, env=os.environ | environment, text=True, timeout=100)
 
 
-def test_close_in_four_threads_returns_after_all_copies():
+def test_close_in_threads_awaits_all_copies():
     # A copying thread was joined twice: one caller hung, or returned before the copy had ended.
     code = """
 for _ in range(30):
@@ -374,7 +374,7 @@ def test_interrupted_wait_leaves_its_work(busy):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_wait_ignores_a_step_of_the_wall_clock(tmp_path):
+def test_wait_ignores_wall_clock_steps(tmp_path):
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler")
@@ -411,7 +411,7 @@ except Interrupted:
     assert run_script(1, 1 << 20, code, LD_PRELOAD=str(library)) == "[(1, False)]\n"
 
 
-def test_results_taken_by_another_thread_are_whole(kv_caches, pool, take_in_threads):
+def test_results_of_other_thread_are_whole(kv_caches, pool, take_in_threads):
     handler = CPUCopyHandler(KVGeometry(kv_caches, pool), True, 1)
     assert take_in_threads(handler, num_jobs=3000, num_takers=1) == list(range(1, 3001))
 
@@ -429,7 +429,7 @@ def test_fork_gets_error_instead_of_hang(kv_caches, pool):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_submit_without_threads_copies_in_the_caller():
+def test_submit_without_threads_copies_itself():
     code = """
 one = queue(2, -1)
 limit_memory(True)
@@ -446,7 +446,7 @@ assert len(list(Path("/proc/self/task").iterdir())) == threads + 1
     run_script(8, 8, code)
 
 
-def test_wait_with_a_missing_thread_copies_too():
+def test_wait_without_thread_copies_too():
     # The job needs two threads, but only one can start: the waiting thread is the second one.
     code = """
 one = queue(2, -1)
@@ -503,7 +503,7 @@ def test_worker_routes_by_media(worker, handlers):
     assert worker.transfer_async(3, ONE) is False
 
 
-def test_worker_names_the_media_it_cannot_serve(worker):
+def test_worker_names_unserved_media(worker):
     with pytest.raises(ValueError, match="no handler for transfers GPU -> CPU, known ones: none"):
         worker.transfer_async(1, ONE)
     worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, MinimalHandler())

@@ -58,7 +58,7 @@ def num_resident(pool):
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, 64])
-def test_every_page_is_there_from_the_start(num_threads):
+def test_every_page_exists_from_start(num_threads):
     told = []
     pool = HostPool(1000, mmap.PAGESIZE, pin=False, num_threads=num_threads, progress=lambda *step: told.append(step))
     assert num_resident(pool) == 1000
@@ -82,7 +82,7 @@ def test_pool_of_wrong_sizes_raises(arguments, message):
 
 
 @pytest.mark.parametrize("block_id", [-1, 2, 1.0, True])
-def test_pool_block_with_an_invalid_id_raises(block_id):
+def test_pool_block_with_invalid_id_raises(block_id):
     pool = HostPool(2, 8, pin=False)
     with pytest.raises(ValueError, match=rf"block_id must be in 0\.\.1, got {block_id}"):
         pool.block(block_id)
@@ -111,7 +111,7 @@ def locked(monkeypatch):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine can pin")
-def test_pool_without_accelerator_stays_unpinned_and_counts_it():
+def test_pool_without_accelerator_counts_unpinned():
     with pytest.warns(RuntimeWarning, match="stays unpinned.*no accelerator") as caught:
         pool = HostPool(2, 8, pin=True)
     assert len(caught) == 1
@@ -119,7 +119,7 @@ def test_pool_without_accelerator_stays_unpinned_and_counts_it():
     assert pool.block(1).tolist() == [0] * 8
 
 
-def test_pool_on_a_platform_without_pinning_stays_unpinned():
+def test_pool_without_pinning_stays_unpinned():
     with pytest.warns(RuntimeWarning, match="cannot lock memory for 'xpu' devices"):
         pool = HostPool(2, 8, device=torch.device("xpu", 0))
     assert pool.pin_failures == 1
@@ -136,7 +136,7 @@ def test_pool_pins_pieces_close_unpins_them(locked):
     assert not pool.is_pinned
 
 
-def test_pool_of_a_cpu_device_is_not_pinned(locked):
+def test_cpu_pool_is_not_pinned(locked):
     assert not HostPool(10, 1000, device=torch.device("cpu")).is_pinned
     assert not locked
 
@@ -207,7 +207,7 @@ def test_piece_refused_in_background_warns(slow):
     pool.close()
 
 
-def test_unpinned_pool_grows_a_piece_ahead_of_use(monkeypatch):
+def test_unpinned_pool_grows_ahead_of_use(monkeypatch):
     monkeypatch.setattr(HostPool, "piece_bytes", 4 * mmap.PAGESIZE)
     pool = HostPool(30, mmap.PAGESIZE, pin=False)
     assert (pool.touched_bytes, num_resident(pool)) == (4 * mmap.PAGESIZE, 4)
@@ -221,7 +221,7 @@ def test_unpinned_pool_grows_a_piece_ahead_of_use(monkeypatch):
     assert num_resident(pool) == 30
 
 
-def test_pool_closed_before_use_grows_no_more(monkeypatch):
+def test_pool_closed_early_grows_no_more(monkeypatch):
     monkeypatch.setattr(HostPool, "piece_bytes", mmap.PAGESIZE)
     pool = HostPool(4, mmap.PAGESIZE, pin=False)
     pool.close()
@@ -230,7 +230,7 @@ def test_pool_closed_before_use_grows_no_more(monkeypatch):
     assert num_resident(pool) == 1
 
 
-def test_parts_of_blocks_do_not_cross_a_piece(monkeypatch):
+def test_block_parts_cross_no_piece(monkeypatch):
     monkeypatch.setattr(HostPool, "piece_bytes", 4096)
     pool = HostPool(10, 1000, pin=False)
     assert [len(part) for part in pool.parts(1, 9)] == [3096, 4096, 808]

@@ -86,7 +86,7 @@ def test_file_of_another_user_is_refused(path):
 
 
 @pytest.mark.parametrize("is_owner", [True, False])
-def test_foreign_lock_is_waited_for_in_bounded_time(path, is_owner, monkeypatch):
+def test_foreign_lock_is_awaited_within_bounds(path, is_owner, monkeypatch):
     monkeypatch.setattr(shared_file, "_LOCK_TIMEOUT_S", 0.1)
     path.touch(0o600)
     fd = os.open(path, os.O_RDWR)
@@ -116,7 +116,7 @@ def test_owner_is_accepted_beside_worker(path, monkeypatch):
     worker.close()
 
 
-def test_file_that_replaced_an_orphan_is_not_removed(path, tmp_path, monkeypatch):
+def test_file_replacing_orphan_is_not_removed(path, tmp_path, monkeypatch):
     orphan = tmp_path / f"{PREFIX}orphan"
     orphan.touch(0o600)
     found = []
@@ -135,7 +135,7 @@ def test_file_that_replaced_an_orphan_is_not_removed(path, tmp_path, monkeypatch
     found[0].close()
 
 
-def test_unlocked_pool_files_are_removed_and_others_left(path, tmp_path):
+def test_only_unlocked_pool_files_are_removed(path, tmp_path):
     names = ("held", "orphan", "link", "fifo", "folder")
     held, orphan, link, fifo, folder = (tmp_path / f"{PREFIX}{name}" for name in names)
     holder = blocks_at(held, is_owner=False)
@@ -170,7 +170,7 @@ def test_unlinked_file_is_not_opened_again(path):
 
 
 @pytest.mark.parametrize("ended_by", ["kill", "exit"])
-def test_forked_child_does_not_keep_the_ownership(path, ended_by):
+def test_forked_child_loses_the_ownership(path, ended_by):
     code = (
         "import os, signal, sys, time\n"
         "from pathlib import Path\n"
@@ -195,7 +195,7 @@ def test_forked_child_does_not_keep_the_ownership(path, ended_by):
         os.kill(int(ended.stdout), signal.SIGKILL)
 
 
-def test_private_folder_is_made_for_this_user_alone(tmp_path):
+def test_private_folder_is_for_this_user(tmp_path):
     folder = private_folder(tmp_path)
     assert folder == tmp_path / f"kvcache-{os.geteuid()}"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -208,7 +208,7 @@ def test_private_folder_open_to_others_raises(tmp_path):
         private_folder(tmp_path)
 
 
-def test_private_folder_that_is_a_link_raises(tmp_path):
+def test_private_folder_as_link_raises(tmp_path):
     target = tmp_path / "target"
     target.mkdir(0o700)
     (tmp_path / f"kvcache-{os.geteuid()}").symlink_to(target)
@@ -238,7 +238,7 @@ def test_file_too_large_is_removed(tmp_path):
     assert not path.exists()
 
 
-def test_close_in_forked_child_keeps_parents_file(path, monkeypatch):
+def test_child_close_keeps_parents_file(path, monkeypatch):
     blocks, parent = blocks_at(path), os.getpid()
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: parent + 1)
@@ -296,7 +296,7 @@ def test_leftover_of_killed_engine_is_removed(region, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["maps", "opens"])
-def test_leftover_in_use_without_record_is_kept(region, tmp_path, how):
+def test_used_leftover_without_record_stays(region, tmp_path, how):
     kill(start_engine(region))
     # A process that starts and did not record the file, as vLLM's own.
     with region.open("r+b") as file:
@@ -311,7 +311,7 @@ def test_leftover_in_use_without_record_is_kept(region, tmp_path, how):
 
 
 @pytest.mark.parametrize("kind", ["no record", "directory", "symbolic link", "hard link", "open folder"])
-def test_leftover_that_is_not_ours_is_kept(region, tmp_path, kind):
+def test_foreign_leftover_stays(region, tmp_path, kind):
     folder = private_folder(tmp_path)
     if kind != "no record":
         (folder / f"record-{region.name}").touch(0o600)

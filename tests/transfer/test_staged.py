@@ -60,7 +60,7 @@ class LinkStream(HostStream):
         pytest.param([9], [2], 1 << 20, [16] * 4, id="one-block-is-not-staged"),
     ],
 )
-def test_store_crosses_the_link_in_few_copies(device_ids, host_ids, staging_bytes, crossed):
+def test_store_crosses_link_in_few_copies(device_ids, host_ids, staging_bytes, crossed):
     stream = LinkStream()
     handler, pool = make_handler(kv_caches := layered(), stream=stream, staging_bytes=staging_bytes)
     handler.transfer_async(1, spec_of(device_ids, host_ids))
@@ -85,7 +85,7 @@ def test_layers_are_gathered_in_widest_word(width, padding, offset, word):
     assert {layer.dtype for layer in gather._layers} == {word}
 
 
-def test_handler_of_contiguous_blocks_has_no_staging():
+def test_contiguous_blocks_need_no_staging():
     handler, _ = make_handler(layered(num_layers=1), staging_bytes=0)
     assert handler._gathers == {}
     whole = torch.zeros(4, 24, dtype=torch.int8)
@@ -104,7 +104,7 @@ def test_host_block_named_twice_keeps_either():
     assert any(torch.equal(pool.block(2)[:16], kv_caches.tensors[0].tensor[i]) for i in (1, 9))
 
 
-def test_get_finished_returns_ended_jobs_in_submission_order():
+def test_get_finished_keeps_submission_order():
     stream = HostStream(done=0)
     handler, _ = make_handler(stream=stream)
     for job_id in (5, 3, 4):
@@ -121,7 +121,7 @@ def test_get_finished_returns_ended_jobs_in_submission_order():
     assert handler.transfer_async(6, spec_of([1], [1])) is False
 
 
-def test_failed_job_waits_for_those_before_it(stalled, monkeypatch, caplog):
+def test_failed_job_waits_for_earlier_ones(stalled, monkeypatch, caplog):
     handler, stream = stalled
     with monkeypatch.context() as patch:
         patch.setattr(stream, "record_event", Mock(side_effect=RuntimeError("the device is gone")))
@@ -135,7 +135,7 @@ def test_failed_job_waits_for_those_before_it(stalled, monkeypatch, caplog):
 @pytest.mark.parametrize("staging_bytes", [0, 2 * 64, 1 << 20])
 @pytest.mark.parametrize("index", [0, 2, 7])
 @pytest.mark.filterwarnings("ignore:no device memory")
-def test_group_inside_host_block_keeps_its_offset(to_host, staging_bytes, index):
+def test_group_in_block_keeps_its_offset(to_host, staging_bytes, index):
     kv_caches, factor = layered(), 4
     pool = HostPool(32, factor * 64, pin=False)
     pool.flat.random_(generator=torch.Generator().manual_seed(0))
@@ -151,14 +151,14 @@ def test_group_inside_host_block_keeps_its_offset(to_host, staging_bytes, index)
         assert torch.equal(pool.block(host_ids[nth])[64 * place :][:64], layers)
 
 
-def test_shutdown_without_waiting_fails_jobs_after_they_ended(stalled):
+def test_shutdown_fails_jobs_after_their_end(stalled):
     handler, stream = stalled
     handler.shutdown(wait=False)
     assert stream.done >= 2
     assert [(r.job_id, r.success, r.transfer_size) for r in handler.get_finished()] == [(1, False, 0)]
 
 
-def test_job_that_cannot_be_queued_fails_alone(caplog):
+def test_unqueued_job_fails_alone(caplog):
     stream = HostStream()
     handler, pool = make_handler(stream=stream)
 
@@ -247,7 +247,7 @@ def test_inference_mode_and_normal_tensors_mix(made_in_inference_mode):
     pool.block(3).fill_(1)
 
 
-def test_handler_dropped_in_flight_waits_for_its_jobs():
+def test_dropped_handler_waits_for_its_jobs():
     stream = HostStream(done=0)
     handler, _ = make_handler(stream=stream)
     handler.transfer_async(1, spec_of([1], [1]))
@@ -256,7 +256,7 @@ def test_handler_dropped_in_flight_waits_for_its_jobs():
     assert stream.done == 4
 
 
-def test_staging_shrinks_until_it_fits_the_device(monkeypatch):
+def test_staging_shrinks_until_it_fits(monkeypatch):
     asked, empty = [], torch.empty
 
     def allocate(n, **options):

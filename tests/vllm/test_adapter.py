@@ -137,7 +137,7 @@ def test_every_method_of_engine_exists():
                 assert list(inspect.signature(method).parameters)[: len(wanted)] == wanted, name
 
 
-def test_block_being_written_is_pending_not_missing():
+def test_block_being_written_is_pending():
     adapter = manager()
     context = request(adapter, "r", [b"a", b"b"])
     assert found(adapter, b"a") == [LookupResult.MISS]
@@ -203,7 +203,7 @@ def test_groups_are_interleaved_by_position():
 
 # If the device still has a0, the engine loads from a1 on, and only the context names a0.
 @pytest.mark.parametrize("loaded", [[b"a0", b"a1"], pytest.param([b"a1"], marks=needs_positions)], ids=str)
-def test_use_counts_although_touch_is_never_called(loaded):
+def test_use_counts_without_touch(loaded):
     adapter = manager(num_blocks=4)
     serve(adapter, "old", keys_of("a", 2))
     serve(adapter, "new", keys_of("b", 2))
@@ -254,7 +254,7 @@ def test_next_use_counts_until_corrected():
     assert serve(adapter, "more", keys_of("b", 3)) == [b"a2", b"a1", b"a0"], "the tail first, and x after them"
 
 
-def test_events_are_local_ones_of_the_engine():
+def test_events_are_the_engines_local_ones():
     adapter = manager(num_blocks=2, enable_events=True)
     serve(adapter, "a", keys_of("a", 2))
     serve(adapter, "b", keys_of("b", 1))
@@ -300,7 +300,7 @@ def test_log_line_shows_what_operators_read(is_busy):
     assert [text in records[0].getMessage() for text in shown] == [is_busy] * 2
 
 
-def test_get_stats_returns_declared_metrics_and_changes_only():
+def test_get_stats_returns_declared_changes_only():
     adapter = manager(num_blocks=2)
     assert adapter.get_stats() is not None
     assert adapter.get_stats() is None
@@ -324,7 +324,7 @@ def test_get_stats_returns_declared_metrics_and_changes_only():
     assert found(adapter, b"b0", b"a0") == [LookupResult.MISS, LookupResult.HIT]
 
 
-def test_metrics_source_leaves_out_the_counters_of_exporters(tmp_path):
+def test_metrics_source_omits_exporters_counters(tmp_path):
     ours = CPUOffloadingManager(16, 8)
     ours.telemetry = Telemetry(ours)
     server = StatusServer(ours.telemetry, path=str(tmp_path / "status"))
@@ -338,7 +338,7 @@ def test_metrics_source_leaves_out_the_counters_of_exporters(tmp_path):
     assert sent.reduce().keys() <= metric_definitions().keys()
 
 
-def test_lookups_repeated_in_every_step_count_once():
+def test_repeated_lookups_count_once():
     adapter = manager(num_blocks=4)
     serve(adapter, "a", keys_of("a", 2))
     context = request(adapter, "b", keys_of("a", 2) + keys_of("b", 2))

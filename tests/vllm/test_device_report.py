@@ -37,7 +37,7 @@ def test_compare_geometry_counts_omitted_bytes(monkeypatch, skips):
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_copy_bench_times_vllms_worker_beside_ours(monkeypatch, direction):
+def test_copy_bench_times_both_workers(monkeypatch, direction):
     monkeypatch.setattr(gpu_worker, "CPUOffloadingWorker", CopyingWorker)
     bench = CopyBench(4096, 4, [1], num_layers=2, with_engine=True)
     rates = list(bench.measure(direction, "scattered", repeats=1, with_torch=False))

@@ -119,7 +119,7 @@ ROPE = {
 @pytest.mark.parametrize(
     ("options", "named"), [({"hf_overrides": {"rope_parameters": ROPE}}, "config"), ({}, "weights")]
 )
-def test_directory_restart_with_changed_model_is_refused(boot, models, crowd, tmp_path, disk, options, named):
+def test_restart_with_changed_model_is_refused(boot, models, crowd, tmp_path, disk, options, named):
     folder = tmp_path / "model"
     shutil.copytree(models["llama"], folder)
     config = {**OURS, "tiers": [disk]}
@@ -135,7 +135,7 @@ def test_directory_restart_with_changed_model_is_refused(boot, models, crowd, tm
         pytest.fail(f"served with {engine.manager._tiered.tier_stats()[0].tier.num_held} blocks of another model")
 
 
-def test_capacity_below_one_block_is_refused_at_start(boot, models, disk):
+def test_capacity_below_block_is_refused(boot, models, disk):
     with (
         pytest.raises(ValueError, match="capacity"),
         boot(models["llama"], {**OURS, "tiers": [disk | {"capacity": 1}]}),

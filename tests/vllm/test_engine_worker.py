@@ -40,7 +40,7 @@ class Cuda:
     ],
     ids=["tp1", "tp2", "tp2-mla", "tp2-pp2", "groups"],
 )
-def test_engine_worker_geometry_is_that_of_vllm(config, with_tiers, tmp_path):
+def test_engine_worker_geometry_is_vllms(config, with_tiers, tmp_path):
     tiers = [{"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}] if with_tiers else []
     upstream = TieringOffloadingSpec if with_tiers else CPUOffloadingSpec
     theirs = upstream(engine_spec_config({"cpu_bytes_to_use": 1 << 20}, **config))
@@ -52,7 +52,7 @@ def test_engine_worker_geometry_is_that_of_vllm(config, with_tiers, tmp_path):
     assert ours.replicated_layout == config.get("replicated", False)
 
 
-def test_engine_worker_memory_below_one_block_is_refused():
+def test_engine_worker_memory_needs_one_block():
     with pytest.raises(ValueError, match="at least one block of 4096 bytes, got 4095"):
         KVCacheOffloadingSpec(engine_spec_config({"cpu_bytes_to_use": 4095, "data_plane": "vllm"}))
     with pytest.raises(ValueError, match=r"data_plane .* must be one of vllm, kvcache, got 'cuda'"):

@@ -102,7 +102,7 @@ def test_declined_unit_declines_its_later_parts(make, windows):
 
 
 @MODELS
-def test_hit_on_device_passes_boundary_in_host(make, windows):
+def test_device_hit_passes_host_boundary(make, windows):
     engine = make(windows)
     assert serve(engine, FIRST, FIRST + DEEPER, FIRST + DEEPER + DEEPEST) == [0, 0, 0]
     # One boundary in the middle is given up, the one before it stays.
@@ -121,7 +121,7 @@ def test_junction_on_device_becomes_boundary(make, windows):
     assert serve(engine, FIRST[: 6 * BLOCK_TOKENS] + tokens(5, 3)) == [6]
 
 
-def test_junction_that_engine_misses_is_no_boundary(make):
+def test_missed_junction_is_no_boundary(make):
     engine = make(SLIDING, has_device_cache=False)
     assert serve(engine, FIRST, *(FIRST[: 6 * BLOCK_TOKENS] + tokens(seed, 3) for seed in (4, 5))) == [0, 0, 0]
     assert serve(engine, FIRST) == [10]
@@ -238,7 +238,7 @@ def test_named_windows_replace_those_of_vllm(make, log):
         make(SLIDING, group_windows=[None, 2], cache_policy="lru")
 
 
-def test_unknown_windows_leave_lru_and_are_logged_once(make, log, monkeypatch):
+def test_unknown_windows_use_lru_logged_once(make, log, monkeypatch):
     monkeypatch.setattr(spec, "find_windows", lambda groups, caller: find_windows(groups))
     engine = make(SLIDING)
     serve(engine, FIRST)

@@ -96,7 +96,7 @@ def differing(one, other):
         ({}, {"lora_config": SimpleNamespace(lora_dtype=torch.float16, default_mm_loras=None)}, "lora"),
     ],
 )
-def test_fingerprint_setting_changed_differs_in_its_field(folder, of_model, of_engine, field):
+def test_fingerprint_changes_with_each_setting(folder, of_model, of_engine, field):
     found = taken(model_config(folder, **of_model), **of_engine)
     assert differing(taken(model_config(folder)), found) == {field}
 
@@ -109,7 +109,7 @@ def test_fingerprint_draft_model_is_part(folder, tmp_path):
     assert "draft" not in taken(model)
 
 
-def test_fingerprint_other_weights_of_equal_shapes_differ(folder, tmp_path):
+def test_fingerprint_differs_by_weights(folder, tmp_path):
     before = taken(model_config(folder))
     assert taken(model_config(write_weights(tmp_path / "copy", seed=0))) == before
     assert differing(taken(model_config(write_weights(tmp_path / "tuned", seed=1))), before) == {"weights"}
@@ -141,14 +141,14 @@ def test_fingerprint_other_format_counts_if_loaded(folder, load_format, fields):
     assert differing(taken(model_config(folder), load_config=load_config), before) == fields
 
 
-def test_fingerprint_settings_of_text_generation_are_left_out(folder):
+def test_fingerprint_omits_text_generation_settings(folder):
     config = llama_config(eos_token_id=7)
     config.transformers_version, config._name_or_path = "9.9", "elsewhere"
     changed = model_config(folder, hf_config=config, max_model_len=1024, seed=5)
     assert taken(changed) == taken(model_config(folder))
 
 
-def test_fingerprint_longest_prompt_counts_for_longrope_only(folder):
+def test_fingerprint_counts_length_for_longrope_only(folder):
     config = llama_config()
     config.rope_parameters = LONG
     found = [taken(model_config(folder, hf_config=config, max_model_len=n)) for n in (1024, 2048)]
@@ -156,7 +156,7 @@ def test_fingerprint_longest_prompt_counts_for_longrope_only(folder):
 
 
 @pytest.mark.parametrize("case", ["dummy", "hub", "no config"])
-def test_fingerprint_unreadable_weights_uses_name_and_warns(folder, case, monkeypatch):
+def test_fingerprint_unreadable_weights_warns(folder, case, monkeypatch):
     warnings = []
     monkeypatch.setattr(identity.logger, "warning", lambda text, *values: warnings.append(text % values))
     load_config = SimpleNamespace(load_format="dummy" if case == "dummy" else "auto", download_dir=str(folder))

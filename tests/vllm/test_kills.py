@@ -49,7 +49,7 @@ def test_killed_engines_leave_no_wrong_block(models, crowd, prompts, expected, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_tier_killed_processes_leave_no_wrong_block(tmp_path, monkeypatch):
+def test_killed_processes_leave_no_wrong_block(tmp_path, monkeypatch):
     # One import of vLLM serves all processes; the server of forks finds modules by this variable only.
     folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))

@@ -82,7 +82,7 @@ def test_policies_gittins_stores_every_block():
 
 
 @pytest.mark.parametrize("name", policies.__all__)
-def test_policies_blocks_in_use_are_never_evicted(name):
+def test_policies_never_evict_used_blocks(name):
     manager = EngineManager(4, name, MODULE)
     context = base.ReqContext("request")
     manager.on_new_request(context)

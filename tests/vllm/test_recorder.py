@@ -11,9 +11,7 @@ from kvcache.recorder.ops import Op
 
 
 @pytest.mark.parametrize("tiers", [[], [{"type": "memory", "capacity": 60 * BLOCK_BYTES}]], ids=["host", "tiered"])
-def test_engine_is_recorded_by_configuration_and_on_request(
-    boot, models, prompts, crowd, expected, run, tmp_path, tiers
-):
+def test_engine_is_recorded_on_request(boot, models, prompts, crowd, expected, run, tmp_path, tiers):
     socket = str(tmp_path / "status")
     first, second = str(tmp_path / "first.kvlog"), str(tmp_path / "second.kvlog")
     extra_config = {

@@ -38,7 +38,7 @@ def is_idle(engine):
 
 @pytest.mark.parametrize("policy", POLICIES.names())
 @pytest.mark.parametrize("windows", [FULL, HYBRID], ids=["full", "hybrid"])
-def test_every_block_is_what_was_stored_under_pressure(make_engine, policy, windows):
+def test_blocks_under_pressure_are_as_stored(make_engine, policy, windows):
     # The device holds two or three requests, the host a fifth of all blocks.
     engine = make_engine(
         64, 40, step_tokens=96, transfer_steps=2, windows=windows, cache_policy=policy, max_model_len=1024
@@ -51,7 +51,7 @@ def test_every_block_is_what_was_stored_under_pressure(make_engine, policy, wind
     assert stats.stored_blocks - stats.evicted_blocks == stats.num_blocks - stats.num_free
 
 
-def test_preempted_requests_come_back_from_the_host(make_engine):
+def test_preempted_requests_return_from_host(make_engine):
     engine = make_engine(24, 200, step_tokens=64, max_num_seqs=8, max_model_len=1024)
     for number in range(4):
         engine.add(str(number), [*tokens(number, 4), 2], max_tokens=60)

@@ -197,7 +197,7 @@ def test_tier_reopened_finds_blocks_with_recency(make, disk):
     assert engine.load(keys(*range(20, 28))) == 8
 
 
-def test_tier_of_another_model_or_layout_is_refused(make, disk):
+def test_tier_of_other_model_is_refused(make, disk):
     make(disk()).close()
     with pytest.raises(ValueError, match="other-model"):
         make(disk(), model="other-model")
@@ -234,7 +234,7 @@ def test_tier_damaged_blocks_are_never_served(make, disk, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["read", "write"])
-def test_tier_failing_disk_costs_its_blocks_only(make, disk, fault, monkeypatch):
+def test_tier_failing_disk_costs_blocks_only(make, disk, fault, monkeypatch):
     engine = make(disk())
     engine.write(*range(4))
 
@@ -270,7 +270,7 @@ def test_tier_hung_disk_holds_half_memory(make, disk, hang):
     assert engine.counters.stored_blocks == 8
 
 
-def test_tier_bound_equal_to_default_is_kept(make, disk, hang):
+def test_tier_keeps_bound_equal_to_default(make, disk, hang):
     # 64 is the default of other managers; here it is half of the host blocks.
     engine = make(disk(advanced={"max_store_blocks": 64}), num_chunks=64)
     with hang("write"):
@@ -353,7 +353,7 @@ def test_tier_lookups_of_step_are_batched(make, entry):
     assert answers_of(keys(100)) == [base.LookupResult.HIT]
 
 
-def test_tier_two_tiers_serve_each_what_it_holds(make, disk):
+def test_tier_two_tiers_serve_own_blocks(make, disk):
     engine = make(tier_config("memory", capacity=8 * PAGE), disk())
     for first in range(0, 24, 8):
         engine.write(*range(first, first + 8))
@@ -375,7 +375,7 @@ def test_tier_codec_returns_equal_bytes(make, disk):
     assert engine.counters.code_bytes < engine.counters.raw_bytes // 3
 
 
-def test_tier_slow_stores_are_dropped_by_vllms_detector(make, entry):
+def test_tier_slow_stores_are_dropped(make, entry):
     engine = make({**entry, "backpressure": BACKPRESSURE})
     for number in range(4):
         engine.write(number)
@@ -399,7 +399,7 @@ def test_tier_events_are_off_by_option(make, disk):
     assert {event.locality for event in of_tier(engine.events)} == {base.Locality.LOCAL}
 
 
-def test_tier_metrics_are_declared_and_labelled_by_place(make, disk, tmp_path):
+def test_tier_metrics_are_labelled_by_place(make, disk, tmp_path):
     engine = make(disk(), {**disk(), "path": str(tmp_path / "second"), "backpressure": BACKPRESSURE})
     engine.write(1, 2)
     declared = type(engine.spec).build_metric_definitions(engine.spec.extra_config)
@@ -428,7 +428,7 @@ def test_tier_metrics_are_declared_and_labelled_by_place(make, disk, tmp_path):
         ({"offload_policy": "block"}, "must be one of chunk_level, request_level, got 'block'"),
     ],
 )
-def test_tier_invalid_options_are_refused_by_name(make, disk, options, message):
+def test_tier_invalid_options_are_named(make, disk, options, message):
     with pytest.raises(ValueError, match=message):
         make({**disk(), **options})
     with pytest.raises(ValueError, match=message):
