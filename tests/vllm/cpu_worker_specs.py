@@ -11,7 +11,11 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvcache.integrations.vllm import KVCacheOffloadingSpec
 from kvcache.integrations.vllm.tiered import EngineRegion
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
+from kvcache.node.client import NodeManager
 from kvcache.specs import CPULoadStoreSpec
+
+# The owner of a loaded machine may answer late. Schedulers in processes of their own import this module, too.
+NodeManager.__init__.__kwdefaults__["patience_s"] = 60.0
 
 
 class Region(EngineRegion):

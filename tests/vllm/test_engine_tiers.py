@@ -32,7 +32,7 @@ def disk(tmp_path):
 
 @pytest.fixture
 def valkey(valkey_url):
-    return {"type": "valkey", "url": valkey_url, "deadline_s": 60}
+    return {"type": "valkey", "url": valkey_url, "deadline_s": 60, "timeout_s": 60}
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def mooncake(tmp_path):
     try:
         store.start_node("256MB")
         store.wait_for_memory()
-        yield {"type": "mooncake", "master": store.master, "deadline_s": 60}
+        yield {"type": "mooncake", "master": store.master, "deadline_s": 60, "timeout_s": 60}
     finally:
         store.close()
 

@@ -20,7 +20,8 @@ from kvcache.node.protocol import node_folder
 @pytest.fixture
 def pool(tmp_path):
     name = f"test-{tmp_path.name}-{os.getpid()}"
-    yield {"cpu_bytes_to_use": 100 * BLOCK_BYTES, "cache_policy": "lru", "node_pool": name}
+    patient = {"spec_module_path": "cpu_worker_specs", "spec_name": "KVCacheOffloadingSpec"}
+    yield {**patient, "cpu_bytes_to_use": 100 * BLOCK_BYTES, "cache_policy": "lru", "node_pool": name}
     shutil.rmtree(node_folder(name))
 
 
@@ -88,7 +89,7 @@ def test_next_engine_loads_blocks_of_first(boot, models, prompts, expected, pool
 
 def test_worker_of_vllm_joins_pool(boot, models, prompts, expected, pool, monkeypatch):
     """vLLM's region is the owner's memory; only its GPU worker is replaced."""
-    config = {**pool, "data_plane": "vllm", "spec_module_path": "cpu_worker_specs", "spec_name": "NodeOnCPU"}
+    config = {**pool, "data_plane": "vllm", "spec_name": "NodeOnCPU"}
     for cached in ([0, 992, 992], [1024] * 3):
         with boot(models["llama"], config) as engine:
             assert engine.ask(prompts) == (expected(prompts), cached)
