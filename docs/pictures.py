@@ -166,7 +166,7 @@ def draw_bookkeeping() -> None:
         bar.set_facecolor("#EA9F66")
     right.axhline(1.0, color=INK, linewidth=1)
     for i, value in enumerate(chats + agents):
-        right.annotate(f"{value:g}", (i, value), (0, 3), textcoords="offset points", ha="center")
+        right.annotate(f"{value:.2f}", (i, value), (0, 3), textcoords="offset points", ha="center")
     right.set_xticks(range(6), names, fontsize=9)
     right.set_ylim(0, 2)
     right.set_xlabel("blocks: three capacities of chats, three of agents", fontsize=9)
