@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # An estimate takes seconds of an engine's CPU, and changes slowly.
 _WHAT_IF_S = 300.0
 # An estimate replays every use, so it counts what the device's own cache hits; "loaded" does not.
-_WHAT_IF_HEAD = "what if (* now): hits in host memory or on the device ('loaded': host alone)"
+_WHAT_IF_HEAD = "what if (* now): hits of host memory and device ('loaded': without the device)"
 
 
 def top(

@@ -45,7 +45,7 @@ def test_socket_frame_shows_media_and_estimate(telemetry, run):
     assert any(line.startswith("kvcache engine=0 rank=0 policy=arc") for line in lines)
     assert "loaded - - - 0.0% 0 blocks/s" in lines
     assert {"host 6 8 6 MiB 0 B 0 B 0", "MEMORY 6 32 6 MiB 0 B 0 B 0 works"} <= set(lines)
-    assert "what if (* now): hits in host memory or on the device ('loaded': host alone)" in lines
+    assert "what if (* now): hits of host memory and device ('loaded': without the device)" in lines
     assert "blocks 2 4 8* 16 32 64" in lines
     assert any(line.startswith("arc*") for line in lines)
 
