@@ -119,22 +119,18 @@ def check_config(
         world_size = 1 if placement.shares_one_copy(is_latent) else world_size
     policy = settings.cache_policy if placement is None else placement.policy
     pool_bytes = 0
-    if settings.cpu_bytes_to_use is not None and not block_bytes and settings.cpu_bytes_to_use < _LEAST_POOL_BYTES:
-        text = f"cpu_bytes_to_use is {settings.cpu_bytes_to_use} bytes, less than a block: a unit, as in '64GiB'?"
-        findings.append(Finding("error", "pool", text))
     try:
         num_blocks = settings.num_blocks(block_bytes, world_size, where)
     except ValueError as error:
         if block_bytes or (settings.cpu_bytes_to_use is None) == (settings.num_cpu_blocks is None):
             return [*findings, Finding("error", "pool", str(error))]
         pool_bytes = settings.cpu_bytes_to_use or 0
-        findings.append(
-            Finding(
-                "ok",
-                "pool",
-                f"{format_size(pool_bytes)}, policy {policy}; a block's size is not given (--model)",
-            )
-        )
+        if pool_bytes < _LEAST_POOL_BYTES:
+            text = f"cpu_bytes_to_use is {pool_bytes} bytes, less than a block: a unit, as in '64GiB'?"
+            findings.append(Finding("error", "pool", text))
+        else:
+            text = f"{format_size(pool_bytes)}, policy {policy}; a block's size is not given (--model)"
+            findings.append(Finding("ok", "pool", text))
     else:
         pool_bytes = num_blocks * block_bytes * world_size
         size = f" of {format_size(block_bytes * world_size)}, {format_size(pool_bytes)} in all" if block_bytes else ""

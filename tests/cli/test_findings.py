@@ -32,6 +32,11 @@ def disk(path="x", **options):
     return {"type": "disk", "path": str(path), "capacity": "1MiB", **options}
 
 
+def test_pool_below_a_block_is_one_error():
+    findings = check_config({"cpu_bytes_to_use": 64})
+    assert [finding.level for finding in findings if finding.subject == "pool"] == ["error"]
+
+
 def test_pool_that_fits_has_no_errors():
     findings = check_config({"num_cpu_blocks": 8, "cache_policy": "arc"}, block_bytes=1 << 20)
     assert findings[0] == Finding("ok", "pool", "8 blocks of 1 MiB, 8 MiB in all, policy arc")
