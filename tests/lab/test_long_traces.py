@@ -187,15 +187,15 @@ def test_best_policy_has_its_margin():
     cells = [cell("lru", 10, 0.2), cell("amq", 10, 0.3), cell("min", 10, 0.9)]
     cells += [cell("lru", 20, 0.35), cell("amq", 20, 0.4), cell("lru", 40, 0.5), cell("amq", 40, 0.45)]
     cells += [cell("lru", 80, 0.6), cell("amq", 80, 0.6)]
-    assert list(best_policies(cells, None)) == [
+    assert list(best_policies(cells, "{} blocks".format, None)) == [
         "best at 10 to 20 blocks: amq, by 5.00 to 10.00 points over lru",
         "best at 40 to 80 blocks: lru, by 0.00 to 5.00 points over amq",
     ]
-    assert list(best_policies(cells[:1], None)) == []
+    assert list(best_policies(cells[:1], str, None)) == []
 
 
 def test_best_policies_prefer_shorter_time():
     cells = [cell("lru", 10, 0.2, ttft_s=3.0), cell("amq", 10, 0.3, ttft_s=4.0)]
-    assert list(best_policies(cells, None)) == [
-        "best at 10 blocks: lru, mean TTFT 25.00 % below amq, hits 10.00 points lower"
+    assert list(best_policies(cells, "{} MiB".format, lambda _: "")) == [
+        "best at 10 MiB without a tier: lru, mean TTFT 25.00 % below amq, hits 10.00 points lower"
     ]

@@ -175,7 +175,7 @@ def test_plan_plot_shows_time_price_writes(run, trace, tmp_path):
 
 def test_command_shows_hits_by_medium(run, trace, tmp_path):
     targets = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "html")}
-    argv = ("plan", trace, "--blocks", "2,3", *MODEL, "--serving", "price=4/1/0.5")
+    argv = ("plan", trace, "--blocks", "2,3", *MODEL, "--serving", "price=4000000000/1/0.5")
     tiers = ("--tier", "nvme:32KiB@6GB/s", "--tier", "1MiB@2GB/s")
     pytest.importorskip("matplotlib")
     outputs = ("--json", targets["json"], "--save", targets["csv"], "--save", targets["html"])
@@ -192,14 +192,14 @@ def test_command_shows_hits_by_medium(run, trace, tmp_path):
     # 32 KiB are two blocks of 16 KiB; the trace repeats six blocks.
     expected = {(): [0], (2,): [0, 0], (2, 64): [0, 0, 6]}
     assert hits == {(num_blocks, *below): found for below, found in expected.items() for num_blocks in (2, 3)}
-    assert document["cells"][-1]["serving"]["price"] == pytest.approx((3 * 4 + 2 * 1 + 64 * 0.5) / 65536)
+    assert document["cells"][-1]["serving"]["price"] == pytest.approx((3 * 4e9 + 2 * 1 + 64 * 0.5) / 65536)
     rows = list(csv.DictReader(targets["csv"].read_text().splitlines()))
     assert [row["tier2_hit_blocks"] for row in rows] == ["", "", "", "", "6", "6"]
     assert rows[4]["tier2_read_gb_per_s"] != ""
     page = targets["html"].read_text()
     assert "nvme 32 KiB + tier 2 1 MiB" in page
     assert re.findall("<h2>(.*)</h2>", page) == ["blocks hit", "TTFT p99, s", "drive writes a day", "price"]
-    assert f"<td>{rows[4]['price'][:5]}" in page.partition("<h2>price")[2]
+    assert f"<td>{float(rows[4]['price']):,.0f}</td>" in page.partition("<h2>price")[2]
 
 
 @pytest.mark.parametrize(("rate", "loads", "cuts"), [("1GB/s", 3, 0), ("1KB/s", 0, 3)])

@@ -7,8 +7,6 @@ from typing import Any
 
 from kvcache.lab.report.style import COLOURS, MARKERS, caption, new_figure, plain_axes, save, thinned_ticks
 
-_NAMES = {"round_robin": "round robin", "prefix": "prefix-affine", "events": "by events", "one_pool": "one pool"}
-
 
 def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, target: str) -> None:
     """Draw the share of blocks hit, and the keys queried and blocks moved a second."""
@@ -28,8 +26,7 @@ def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, targe
         mine = [cell for cell in cells if cell["router"] == router]
         engines = [cell["engines"] for cell in mine]
         style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-        name = _NAMES.get(router, router)
-        hits.plot(engines, [1 - cell["missed_share"] for cell in mine], label=name, **style)
+        hits.plot(engines, [1 - cell["missed_share"] for cell in mine], label=router.replace("_", " "), **style)
         if has_store:
             hits.plot(engines, [cell["local_share"] for cell in mine], linestyle=":", fillstyle="none", **style)
         moved = [cell["read_blocks_per_s"]["peak"] + cell["written_blocks_per_s"]["peak"] for cell in mine]
@@ -49,6 +46,8 @@ def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, targe
     traffic.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     traffic.yaxis.set_major_formatter("{x:,g}")
     traffic.yaxis.set_minor_locator(NullLocator())
+    # At least a power of ten, or small differences look large.
+    traffic.set_ylim(bottom=min(traffic.get_ylim()[0], traffic.get_ylim()[1] / 10))
     what = "Blocks moved; hollow: keys queried" if has_store else "Blocks in events"
     traffic.set_title(f"{what}; a second, busiest minute", loc="left", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False)

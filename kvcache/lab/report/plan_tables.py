@@ -31,7 +31,7 @@ def print_result(console: Any, result: Result, unbounded: Cell, block_size: int)
         _print_tiers(console, result, unbounded, block_size)
     else:
         _print_policies(console, result, unbounded, block_size)
-    for line in best_policies(result.cells, result.stack_name if result.settings.tiers else None):
+    for line in best_policies(result.cells, result.size_name, result.stack_name if result.settings.tiers else None):
         console.print(line, soft_wrap=True, markup=False)
     if result.settings.tiers and any(cell.policy == OPTIMUM for cell in result.cells):
         console.print(f"{OPTIMUM} is the optimum of host memory alone: it knows no tiers", soft_wrap=True)
@@ -46,9 +46,12 @@ def print_result(console: Any, result: Result, unbounded: Cell, block_size: int)
             console.print(f"capacities below {least:,.0f} blocks are too small for this sample", soft_wrap=True)
 
 
-def best_policies(cells: list[Cell], stack_name: Callable[[Cell], str] | None) -> Iterator[str]:
+def best_policies(
+    cells: list[Cell], size_name: Callable[[int], str], stack_name: Callable[[Cell], str] | None
+) -> Iterator[str]:
     """Yield a line for each run of capacities at which one policy is best, with its margin to the next.
 
+    `size_name` names a capacity, and `stack_name` the tiers of a cell if the plan has tiers.
     The best policy has the shortest mean time to first token; if no model is given, the most hits.
     """
     from kvcache.lab.simulate.cells import OPTIMUM
@@ -68,8 +71,10 @@ def best_policies(cells: list[Cell], stack_name: Callable[[Cell], str] | None) -
         runs[-1][2].append((first, second))
     for _, policy, pairs in runs:
         low, high = pairs[0][0], pairs[-1][0]
-        where = f"{low.num_blocks:,}" if low is high else f"{low.num_blocks:,} to {high.num_blocks:,}"
-        below = f", tiers {stack_name(low)}" if stack_name is not None else ""
+        sizes = dict.fromkeys(size_name(cell.num_blocks or 0) for cell in (low, high))
+        where = " to ".join(sizes).replace(" blocks to ", " to ")
+        if stack_name is not None:
+            where += f" over {stack_name(low)}" if low.tiers else " without a tier"
         rivals = ", ".join(dict.fromkeys(second.policy for _, second in pairs))
         points = _span([100 * (first.block_hit_rate - second.block_hit_rate) for first, second in pairs])
         if by_time:
@@ -80,9 +85,9 @@ def best_policies(cells: list[Cell], stack_name: Callable[[Cell], str] | None) -
         else:
             margin, is_equal = f"by {points} points over {rivals}", points == "0.00"
         if is_equal:
-            yield f"best at {where} blocks{below}: no policy, {policy} and {rivals} are equal"
+            yield f"best at {where}: no policy, {policy} and {rivals} are equal"
         else:
-            yield f"best at {where} blocks{below}: {policy}, {margin}"
+            yield f"best at {where}: {policy}, {margin}"
 
 
 def _ttft_s(cell: Cell) -> float | None:

@@ -127,8 +127,9 @@ def _figure_of(cell: Cell, name: str) -> float | None:
 
 
 def _figure_text(name: str, cell: Cell) -> str:
+    value = _figure_of(cell, name)
     # The optimum has no figures.
-    return "" if cell.policy == OPTIMUM else f"{_figure_of(cell, name):,.3g}"
+    return "" if cell.policy == OPTIMUM or value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _figures_of(chart: Chart) -> dict[str, str]:
