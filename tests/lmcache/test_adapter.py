@@ -212,6 +212,13 @@ def test_full_disk_fails_stores_only(harness, monkeypatch, number):
         assert l2.look_up([object_key(5)]) == []
     time.sleep(0.1)
     assert l2.store(objects(range(4, 8))) == MIB
+    # A task of two sizes, of which only the last one can be written.
+    write, both = BlockStore.write_payload, {**objects([10]), **objects([11], 100_000)}
+    monkeypatch.setattr(
+        BlockStore, "write_payload", lambda *args: refuse() if len(args[2][0]) > MIB // 5 else write(*args)
+    )
+    assert not l2.store(both).is_successful()
+    assert l2.load(both) == [1]
 
 
 def test_removed_directory_is_reported(harness, tmp_path):
