@@ -429,7 +429,7 @@ def test_key_without_anchor_uses_lru(key: bytes) -> None:
 
 
 @pytest.mark.parametrize(("num_used", "num_stored"), [(1000, 1), (1100, 0)])
-def test_store_passes_over_1024_rows_in_use(num_used: int, num_stored: int) -> None:
+def test_store_passes_1024_rows_at_most(num_used: int, num_stored: int) -> None:
     engine, context = Engine(1200, [None, 1]), ReqContext()
     keys = engine.anchors([b"%d" % i for i in range(1200)])
     engine.manager.complete_store(engine.manager.prepare_store(keys, context).keys_to_store, context)
