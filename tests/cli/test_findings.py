@@ -32,7 +32,7 @@ def disk(path="x", **options):
     return {"type": "disk", "path": str(path), "capacity": "1MiB", **options}
 
 
-def test_pool_below_a_block_is_one_error():
+def test_pool_below_block_is_one_error():
     findings = check_config({"cpu_bytes_to_use": 64})
     assert [finding.level for finding in findings if finding.subject == "pool"] == ["error"]
 
