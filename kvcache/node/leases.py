@@ -160,10 +160,11 @@ class NodeLeases:
         if len(frame.payload) > first:
             keys, ends = unpack_keys(frame.payload, frame.key_bytes, first)
             lease.keys += keys
-            if ends and lease.context.positions is None:
-                lease.context.set_offload_key_positions(dict(zip(keys, ends, strict=True)))
+            positions = lease.context.positions
+            if ends and positions is not None:
+                positions.update(zip(keys, ends, strict=True))
             elif ends:
-                lease.context.positions.update(zip(keys, ends, strict=True))
+                lease.context.set_offload_key_positions(dict(zip(keys, ends, strict=True)))
         return lease
 
     def _acquire(self, engine: EngineLeases, frame: Frame) -> bytes:
