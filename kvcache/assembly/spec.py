@@ -170,7 +170,7 @@ class OffloadingSpec(ABC):
         names = vars(type(self)).get("option_names")
         if names is not None:
             if "tiers" not in names and self.extra_config.get("tiers") is not None:
-                raise ValueError("tiers need spec_name 'tiering'")
+                raise ValueError("tiers need spec_name 'tiering' and make_spec, or a TieringOffloadingSpec")
             if unknown := name_unknown(self.extra_config, names):
                 # No error, because other components of the engine may read them.
                 _LOG.warning("kvcache does not know these keys of extra_config: %s", unknown)
