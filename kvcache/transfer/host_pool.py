@@ -344,7 +344,7 @@ def _map(num_bytes: int) -> torch.Tensor:
     return whole[first : first + num_bytes]
 
 
-def bytes_of(mapping: mmap.mmap) -> torch.Tensor:
+def bytes_of(mapping: mmap.mmap | memoryview) -> torch.Tensor:
     """Return a mapping as an int8 tensor, which can be written to in and out of inference mode."""
     with torch.inference_mode(False):
         return torch.frombuffer(mapping, dtype=torch.int8)

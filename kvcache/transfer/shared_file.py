@@ -8,6 +8,7 @@ contain KV data of prompts, so only their own user can read them or choose their
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -30,6 +31,15 @@ PREFIX = "kvcache-pool-"
 _RECORD_PREFIX = "record-"
 _LOCK_TIMEOUT_S = 2.0
 _OWNER_TIMEOUT_S = 0.5
+_HUGE_PAGE_BYTES = 2 << 20
+_PART_BYTES = 64 << 20
+_MOST_PART_S = 0.1
+_MADV_POPULATE_READ, _MADV_COLLAPSE = 22, 25
+_MAP_FIXED = 0x10
+_LIBC = ctypes.CDLL(None)
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def private_folder(parent: Path = Path("/dev/shm")) -> Path:
@@ -89,9 +99,11 @@ class SharedBlocks:
             if length not in (0, num_bytes):
                 raise ValueError(f"shared pool {path} must have {num_bytes} bytes, it has {length}")
             os.ftruncate(self._fd, num_bytes)
+            self.mapping = _map(self._fd, num_bytes)
+            if not length:
+                _back_with_huge_pages(self.mapping)
             # Allocate now: a page that is missing later would kill the process.
             os.posix_fallocate(self._fd, 0, num_bytes)
-            self.mapping = mmap.mmap(self._fd, num_bytes)
         except BaseException as error:
             if is_owner and isinstance(error, OSError):
                 _remove_own(path, os.fstat(self._fd), os.getpid())
@@ -213,6 +225,37 @@ def _is_in_use(name: str) -> bool:
                     if f"/{name}" in str(descriptor.readlink()):
                         return True
     return False
+
+
+def _map(fd: int, num_bytes: int) -> memoryview:
+    """Map a file at a multiple of a huge page; it stays mapped as long as the memoryview or a view of it."""
+    whole = memoryview(mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    start = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+    skipped = -start % _HUGE_PAGE_BYTES
+    # The file takes the place of a part of the anonymous memory, which is unmapped as a whole.
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if _LIBC.mmap(start + skipped, num_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != start + skipped:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    return whole[skipped : skipped + num_bytes]
+
+
+def _back_with_huge_pages(memory: memoryview) -> None:
+    """Back fresh shared memory with huge pages, as far as the system has them.
+
+    Small pages take four times as long to make, a fault each in every process, and more CPU in direct I/O. Linux before
+    6.1 refuses. It moves other memory where it finds no huge page, so this ends once that takes long.
+    """
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for first in range(0, len(memory), _PART_BYTES):
+        end = min(first + _PART_BYTES, len(memory))
+        # A huge page is made only where there is a page. If memory is missing, a plain access kills the process.
+        for place in range(first, end, _HUGE_PAGE_BYTES):
+            if _LIBC.madvise(start + place, 1, _MADV_POPULATE_READ):
+                return
+        started_s = time.thread_time()
+        _LIBC.madvise(start + first, end - first, _MADV_COLLAPSE)
+        if time.thread_time() - started_s > _MOST_PART_S:
+            return
 
 
 def _open_and_hold(path: Path) -> int:

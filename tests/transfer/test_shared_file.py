@@ -1,6 +1,7 @@
 """Only the same user can open memory that processes share, and no file stays after the last process has closed it."""
 
 import fcntl
+import gc
 import mmap
 import os
 import signal
@@ -44,6 +45,21 @@ def test_owner_and_others_share_bytes(path):
     assert not path.exists()
     assert not other.has_owner()
     other.close()
+
+
+@pytest.mark.parametrize("has_huge_pages", [True, False])
+def test_blocks_start_at_huge_page_and_outlive_close(path, has_huge_pages, monkeypatch):
+    if not has_huge_pages:
+        monkeypatch.setattr(shared_file._LIBC, "madvise", lambda *_: -1)
+    blocks = SharedBlocks(path, 3, 1 << 20, is_owner=True)
+    array = blocks.array
+    assert array.ctypes.data % (2 << 20) == 0
+    assert not array.any()
+    array[:] = 7
+    blocks.close()
+    del blocks
+    gc.collect()
+    assert (array == 7).all()
 
 
 def make_file(path, mode):
