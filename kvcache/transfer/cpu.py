@@ -11,6 +11,8 @@ from kvcache.transfer._native.copy import CopyQueue
 from kvcache.transfer.base import OffloadingHandler, TransferSpec, check_job_id, checked_specs
 from kvcache.transfer.geometry import KVGeometry
 
+_LOAD_WAIT_S = 0.01
+
 
 class CPUCopyHandler(OffloadingHandler):
     """Copies between an engine's tensors in host memory and the pool, in threads that do not need the GIL.
@@ -56,6 +58,11 @@ class CPUCopyHandler(OffloadingHandler):
         return True
 
     def get_finished(self) -> list[TransferResult]:
+        if self._places and not self._to_host:
+            # A request waits for it, and an engine asks once a step: a short load must end in the step that began it.
+            with self._lock:
+                last = max(self._places.values(), default=0)
+            self._queue.wait(last, _LOAD_WAIT_S)
         finished = self._queue.get_finished()
         if not finished:
             return []

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from geometries import layered, spec_of
 from host_stream import HostStream
 
 from kvcache.specs import CPULoadStoreSpec, GPULoadStoreSpec, TransferResult
+from kvcache.transfer import cpu
 from kvcache.transfer._native.copy import CopyQueue
 from kvcache.transfer.base import OffloadingHandler
 from kvcache.transfer.cpu import CPUCopyHandler
@@ -104,6 +106,34 @@ def test_jobs_run_in_submission_order(busy):
     handler.wait(range(100))
     assert [result.job_id for result in handler.get_finished()] == list(range(99, 0, -1))
     assert all(torch.equal(pool.block(i), kv_caches.tensors[0].tensor[1]) for i in range(40))
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_get_finished_waits_for_short_loads_only(to_host, monkeypatch):
+    waits = []
+    kv_caches = layered(64, 1 << 20, 1)
+    handler = CPUCopyHandler(KVGeometry(kv_caches, HostPool(64, 1 << 20, pin=False)), to_host, 1)
+    monkeypatch.setattr(cpu, "_LOAD_WAIT_S", 60.0)
+    queue = handler._queue
+    handler._queue = SimpleNamespace(
+        submit=queue.submit,
+        wait=lambda *arguments: (waits.append(arguments), queue.wait(*arguments)),
+        get_finished=queue.get_finished,
+        close=queue.close,
+    )
+    sides = spec_of(range(64), range(64))
+    handler.transfer_async(7, sides if to_host else sides[::-1])
+    finished = [result.job_id for result in handler.get_finished()]
+    assert waits == ([] if to_host else [(1, 60.0)])
+    assert to_host or finished == [7]
+    handler.shutdown()
+
+
+def test_wait_ends_after_its_longest_time(busy):
+    handler, *_ = busy
+    handler.transfer_async(1, LONG_JOB)
+    handler._queue.wait(1, 0.001)
+    assert handler.get_finished() == []
 
 
 def test_job_id_in_flight_is_refused(handlers):

@@ -8,6 +8,7 @@ import os
 
 cimport cython
 
+from libc.math cimport INFINITY
 from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
@@ -158,10 +159,9 @@ cdef void* _work(void* argument) noexcept nogil:
     return NULL
 
 
-cdef bint _help(Queue* queue, int64_t sequence) noexcept nogil:
-    """Copy, or sleep where threads do it, until a job has ended or 0.1 s have passed; return whether it has ended."""
+cdef bint _help(Queue* queue, int64_t sequence, double end_s) noexcept nogil:
+    """Copy, or sleep where threads do it, until a job has ended or the clock is at `end_s`; return if it has ended."""
     cdef timespec until
-    cdef double end_s = _clock() + 0.1
     cdef bint has_ended
     until.tv_sec = <int64_t> end_s
     until.tv_nsec = <int64_t> ((end_s - until.tv_sec) * 1e9)
@@ -318,12 +318,13 @@ cdef class CopyQueue:
             _free_jobs(first, stop)
         return ended
 
-    def wait(self, int64_t sequence):
-        """Return once the job that `submit` gave this place has ended, and all before it.
+    def wait(self, int64_t sequence, double most_s=INFINITY):
+        """Return once the job that `submit` gave this place has ended, and all before it, or `most_s` have passed.
 
         The caller copies too, in the place of one of the threads: waking those can take longer than a small job.
         """
         cdef bint has_ended
+        cdef double end_s = _clock() + most_s
         cdef int64_t submitted
         self._check_process()
         pthread_mutex_lock(&self.queue.mutex)
@@ -332,9 +333,9 @@ cdef class CopyQueue:
         pthread_mutex_unlock(&self.queue.mutex)
         if sequence > submitted:
             raise ValueError(f"only {submitted} jobs were submitted, got {sequence}")
-        while not has_ended:
+        while not has_ended and _clock() < end_s:
             with nogil:
-                has_ended = _help(&self.queue, sequence)
+                has_ended = _help(&self.queue, sequence, min(end_s, _clock() + 0.1))
             PyErr_CheckSignals()
 
     @cython.critical_section
