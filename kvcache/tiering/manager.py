@@ -150,6 +150,8 @@ class TieredOffloadingManager(OffloadingManager):
         self._promotion = Promotion(self.pool, self.controllers, self._pending, self.arbitration, self._writing, budget)
         # False from a reset until no job of before uses the pool.
         self._is_open = True
+        # Whether a look-up of this step has handled the results of the tiers.
+        self._has_results = False
 
     @property
     def policy(self) -> CachePolicy:
@@ -306,6 +308,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Handle the results of the tiers, and send them the jobs of this step."""
         now_s = self._clock()
         self._take_results(now_s)
+        self._has_results = False
         self._pending.expire(now_s)
         for controller in self.controllers:
             controller.pass_on_uses()
@@ -393,6 +396,10 @@ class TieredOffloadingManager(OffloadingManager):
 
     @atomic
     def _status_below(self, key: bytes, req_context: ReqContext | None) -> int:
+        self._take_results_once()
+        if self._is_open and self._promotion.is_awaited(key, req_context):
+            self.pool.count_lookup(1)
+            return PENDING
         answer = self._find([key], req_context)
         if answer:
             return READY
@@ -401,7 +408,15 @@ class TieredOffloadingManager(OffloadingManager):
             return PENDING
         return ABSENT if answer == 0 else ASK_AGAIN
 
+    def _take_results_once(self) -> None:
+        """Handle the results of the tiers at the first look-up of a step: what has arrived is found in this step."""
+        if not self._has_results and self._is_open:
+            self._has_results = True
+            if any(controller.jobs for controller in self.controllers):
+                self._take_results(self._clock())
+
     def _find(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:
+        self._take_results_once()
         num_ready = self.pool.match_prefix(keys, req_context)
         self.pool.count_lookup(len(keys))
         if not self._is_open:

@@ -79,6 +79,11 @@ class Promotion:
             return not job.is_overdue and request.may_wait(self._pending.clock())
         return key in request.wanted or self._pool.states([key]) != bytes([ABSENT])
 
+    def is_awaited(self, key: bytes, req_context: ReqContext | None) -> bool:
+        """Return whether this request waits for a job that reads a block: nothing changes if it asks again."""
+        job = self._job_of.get(key)
+        return job is not None and req_context in job.waiters and self.is_coming(key, req_context)
+
     def without_coming(self, keys: list[bytes]) -> list[bytes]:
         """Return the keys that no tier is reading."""
         return [key for key in keys if key not in self._job_of] if self._job_of else keys

@@ -472,6 +472,26 @@ def test_promotion_under_gittins_is_no_use():
     policy.check()
 
 
+@pytest.mark.parametrize("looks_up", ["lookup", "status"])
+def test_arrived_block_is_found_by_next_lookup(looks_up):
+    bench, context = Bench().on_tier(*keys_of("ab")), ReqContext()
+    bench.ask(*keys_of("ab"), context=context)
+    look_up = getattr(bench.manager, looks_up)
+    assert look_up(b"a", context) == (None if looks_up == "lookup" else 1)
+    bench.manager.on_schedule_end()
+    bench.tier.end(bench.tier.pending[0])
+    # Without the end of a step in between.
+    assert look_up(b"a", context) == (True if looks_up == "lookup" else 2)
+
+
+def test_status_of_awaited_block_during_reset_is_absent():
+    bench, context = Bench().on_tier(b"a"), ReqContext()
+    bench.ask(b"a", context=context)
+    assert bench.manager.status(b"a", context) == 1
+    bench.manager.reset_cache()
+    assert bench.manager.status(b"a", context) == 0
+
+
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_overdue_block_is_not_coming(is_reset):
     bench, context = Bench().on_tier(b"a"), ReqContext()
