@@ -197,7 +197,7 @@ test-asan: build/address-undefined/sanitized.stamp
 		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:alloc_dealloc_mismatch=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		$(PYTEST) $(ONCE) tests/core tests/policies tests/transfer tests/control/test_manager.py \
 		tests/stress/test_copy_threads.py $(NOT_DEBUG:%=--deselect=tests/%) \
-		-k 'not submit_without_threads and not wait_with_a_missing_thread and not step_of_the_wall_clock'
+		-k 'not submit_without_threads and not wait_without_thread_copies and not wall_clock_steps'
 
 tsan: build/thread/sanitized.stamp
 	$(call SANITIZED,thread) KVCACHE_STRESS=$${KVCACHE_STRESS:-5} LD_PRELOAD="$$($(CC) -print-file-name=libtsan.so)" \
