@@ -14,6 +14,8 @@ from reference_gittins_units import ReferenceUnits, Serving
 
 from kvcache import CPUOffloadingManager, ReqContext, make_offload_key
 from kvcache.lab.traces.trace import Trace
+from kvcache.testing.tiers import ManualTier
+from kvcache.tiering.manager import TieredOffloadingManager
 
 TOKENS = 512
 FILES = {"conversation": "mooncake_conversation.jsonl", "agents": "agentic_coding.jsonl.gz"}
@@ -54,14 +56,15 @@ STYLES = ["whole", "parts", "by group", "states first", "all", "junction", "unkn
 
 
 class Engine:
-    """A compiled manager, and the calls that an engine makes."""
+    """A compiled manager, with a tier or without, and the calls that an engine makes."""
 
-    def __init__(self, num_blocks: int, windows: list[int | None]) -> None:
+    def __init__(self, num_blocks: int, windows: list[int | None], tier: ManualTier | None = None) -> None:
         self.now_ms = 0
         self.windows = windows
         self.anchor_group = windows.index(None)
-        self.manager: Any = CPUOffloadingManager(
-            TOKENS, num_blocks, "gittins", clock=lambda: self.now_ms / 1000, group_windows=windows
+        kind: Any = CPUOffloadingManager if tier is None else partial(TieredOffloadingManager, tiers=[tier])
+        self.manager: Any = kind(
+            TOKENS, num_blocks, cache_policy="gittins", clock=lambda: self.now_ms / 1000, group_windows=windows
         )
 
     @property
@@ -335,14 +338,23 @@ def test_random_requests_agree_with_twin(windows: list[int | None], in_parts: bo
             machine.end(draw.randrange(9), draw.random() < 0.2)
 
 
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 20), marks=pytest.mark.slow)])
+def end_jobs(engine: Engine, tier: ManualTier, draw: random.Random) -> None:
+    """Let some of the tier's jobs end or fail, and end a step."""
+    for job in list(tier.pending):
+        if draw.random() < 0.6:
+            tier.end(job, draw.choice(["", "", "", "failed"]))
+    engine.manager.on_schedule_end()
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 20), marks=pytest.mark.slow)])
 def test_failures_and_resets_keep_invariants(seeds: range) -> None:
+    num_failed = num_promoted = 0
     for seed in seeds:
         draw = random.Random(seed)
         windows = draw.choice([[None, 1], [2, None, 3], [None, 1, 1, 1]])
-        engine = Engine(draw.randrange(4, 40), windows)
+        tier = ManualTier(40) if seed % 2 else None
+        engine = Engine(draw.randrange(4, 40), windows, tier)
         manager = engine.manager
-        engine.policy.stores_all = seed % 2 == 1
         paths = [[draw.randbytes(8) for _ in range(12)] for _ in range(6)]
         for _ in range(120):
             path = draw.choice(paths)[: draw.randrange(1, 13)] + [draw.randbytes(8) for _ in range(draw.randrange(3))]
@@ -352,18 +364,28 @@ def test_failures_and_resets_keep_invariants(seeds: range) -> None:
             if context is not None and draw.random() < 0.8:
                 for key in keys:
                     context.set_offload_key_position(key, TOKENS * (path.index(key[:-4]) + 1))
+            manager.lookup(engine.anchors(path), context)
             keys = [key for key in keys if draw.random() < 0.9] + [b"key"]
             while keys:
+                if tier is not None:
+                    end_jobs(engine, tier, draw)
                 part, keys = keys[: draw.randrange(1, 30)], keys[draw.randrange(1, 30) :]
                 output = manager.prepare_store(part, context)
-                manager.policy.check()
-                manager.complete_store(output.keys_to_store, context, draw.random() < 0.8)
-                manager.policy.check()
+                engine.policy.check()
+                if output is not None:
+                    manager.complete_store(output.keys_to_store, context, draw.random() < 0.8)
+                engine.policy.check()
             if draw.random() < 0.1:
-                manager.hint([make_offload_key(x, 0) for x in path], draw.choice(["end", "soon", "later"]))
+                manager.hint(engine.anchors(path), draw.choice(["end", "soon", "later"]))
+            if context is not None:
+                manager.on_request_finished(context)
             if draw.random() < 0.02:
                 manager.reset_cache()
-            manager.policy.check()
+            engine.policy.check()
+        num_failed += manager.stats().failed_blocks
+        num_promoted += 0 if tier is None else manager.tier_stats()[0].promoted_blocks
+
+    assert min(num_failed, num_promoted) > 0
 
 
 @pytest.mark.parametrize(
