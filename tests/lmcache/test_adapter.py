@@ -221,6 +221,14 @@ def test_full_disk_fails_stores_only(harness, monkeypatch, number):
     assert l2.load(both) == [1]
 
 
+def test_task_that_waited_too_long_fails(harness, monkeypatch):
+    l2, held = harness(), objects(range(2))
+    l2.store(held)
+    monkeypatch.setattr("kvcache.integrations.lmcache.adapter._MAX_WAIT_S", 0.0)
+    assert l2.load(held) == []
+    assert not l2.store(objects(range(2, 4))).is_successful()
+
+
 def test_removed_directory_is_reported(harness, tmp_path):
     l2, held = harness(advanced={"flush_interval_s": 0.05}), objects(range(4))
     l2.store(held)

@@ -163,6 +163,18 @@ def test_small_stores_share_messages(node, policy, num_messages):
     node.check()
 
 
+def test_store_whose_end_is_lost_ends(node):
+    node = node(64)
+    engine, (keys, context) = node.engine("a"), prompt(1, 4)
+    engine.prepare_store(keys, context)
+    engine.complete_store(keys, context)
+    engine._lose(OSError("planted"))  # before the owner knows
+    wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
+    assert engine.owner_figures()["num_pending"] == 0
+    assert engine.lookup(*prompt(1, 4)) == 0
+    node.check()
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_random_clients_match_model(node, seed, monkeypatch):
     """Random calls of three engines, resets and new owners: no two writers of a slot, no lost slot, no wrong block.
@@ -223,6 +235,16 @@ def test_random_clients_match_model(node, seed, monkeypatch):
             for engine in engines:
                 assert engine.owner_figures() is not None
             node.check()
+    # Nothing is left of what has ended, also of messages that an owner's end has swallowed.
+    for owner, keys, _, context in loads:
+        owner.complete_load(keys, context)
+    for owner, keys, _, context in stores:
+        owner.complete_store(keys, context, False)
+    for owner, context in requests:
+        owner.on_request_finished(context, use_positions=True)
+    *_, figures = [engine.owner_figures() for engine in engines]
+    num_granted = sum(len(engine._grants.slots) for engine in engines)
+    assert (figures["num_referenced"], figures["num_pending"]) == (0, num_granted)
     assert node.owner.stats["dropped_clients"] == 0
 
 
