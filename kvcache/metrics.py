@@ -346,7 +346,7 @@ class OwnerStats:
     """The owner of the pool of a node."""
 
     frames: int = counter("messages", "Messages of engines that the owner handled.")
-    dropped_clients: int = counter("connections", "Connections closed because of an invalid message.")
+    dropped_clients: int = counter("connections", "Connections closed: invalid messages, unread answers, no greeting.")
     refused_clients: int = counter("connections", "Engines and workers that were refused at their start.")
     ended_engines: int = counter("engines", "Engines that ended, and whose leases were returned.")
 

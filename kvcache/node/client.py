@@ -90,7 +90,6 @@ class _View:
         self.runs.clear()
         self.first, self.end, self.state, self.since_s = None, None, ABSENT, 0.0
 
-
     def held_slots(self) -> dict[bytes, int]:
         """Return the slots of the held blocks."""
         return {key: slot for keys, slots in self.runs for key, slot in zip(keys, slots.tolist(), strict=True)}

@@ -47,6 +47,7 @@ class Connection:
         self.reader = FrameReader()
         self.outbox = b""
         self.pidfd = -1
+        self.has_greeted = False
         # Set by the greeting of a scheduler.
         self.engine: EngineLeases | None = None
 
@@ -259,6 +260,7 @@ class Owner:
             else:
                 data = connection.sock.recv(1 << 16)
             if not data:
+                self.stats["dropped_clients"] += not connection.has_greeted
                 return self._drop(connection)
             answers = [self._answer(connection, frame) for frame in connection.reader.feed(data)]
             self._send(connection, b"".join(filter(None, answers)))
@@ -318,6 +320,7 @@ class Owner:
 
     def _greet(self, connection: Connection, frame: Frame) -> bytes:
         """Admit a process of an engine, or refuse it with each reason."""
+        connection.has_greeted = True
         hello, requests = unpack_hello(frame.payload)
         try:
             number, is_known = self._admit(connection, hello)

@@ -195,6 +195,7 @@ def test_broken_client_is_dropped_alone(node):
     # A client that dies between connect and greeting.
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(node.folder / "socket"))
+    wait_for(lambda: node.owner.stats["dropped_clients"] == number + 1)
     engine.complete_store(output.keys_to_store, context)
     assert engine.lookup(*prompt(1, 4)) == 4
     assert engine.owner_figures()["num_pending"] == 1
