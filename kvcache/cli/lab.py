@@ -8,7 +8,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 _COMMANDS = {
-    "bench": ("copy", "disk", "tier"),
+    "bench": ("copy", "disk", "engine", "tier"),
     "trace": ("make",),
     None: ("demo", "replay", "plan", "fleet", "rerun", "chat-demo", "fleet-demo"),
 }

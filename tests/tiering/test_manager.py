@@ -473,7 +473,7 @@ def test_promotion_under_gittins_is_no_use():
 
 
 @pytest.mark.parametrize("looks_up", ["lookup", "status"])
-def test_arrived_block_is_found_by_next_lookup(looks_up):
+def test_arrived_block_next_lookup_is_ready(looks_up):
     bench, context = Bench().on_tier(*keys_of("ab")), ReqContext()
     bench.ask(*keys_of("ab"), context=context)
     look_up = getattr(bench.manager, looks_up)
@@ -484,7 +484,7 @@ def test_arrived_block_is_found_by_next_lookup(looks_up):
     assert look_up(b"a", context) == (True if looks_up == "lookup" else 2)
 
 
-def test_status_of_awaited_block_during_reset_is_absent():
+def test_awaited_block_during_reset_is_absent():
     bench, context = Bench().on_tier(b"a"), ReqContext()
     bench.ask(b"a", context=context)
     assert bench.manager.status(b"a", context) == 1

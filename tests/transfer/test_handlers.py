@@ -109,7 +109,7 @@ def test_jobs_run_in_submission_order(busy):
 
 
 @pytest.mark.parametrize("to_host", [True, False])
-def test_get_finished_waits_for_short_loads_only(to_host, monkeypatch):
+def test_get_finished_waits_for_loads(to_host, monkeypatch):
     waits = []
     kv_caches = layered(64, 1 << 20, 1)
     handler = CPUCopyHandler(KVGeometry(kv_caches, HostPool(64, 1 << 20, pin=False)), to_host, 1)

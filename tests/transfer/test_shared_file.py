@@ -48,7 +48,7 @@ def test_owner_and_others_share_bytes(path):
 
 
 @pytest.mark.parametrize("has_huge_pages", [True, False])
-def test_blocks_start_at_huge_page_and_outlive_close(path, has_huge_pages, monkeypatch):
+def test_blocks_start_at_huge_page(path, has_huge_pages, monkeypatch):
     if not has_huge_pages:
         monkeypatch.setattr(shared_file._LIBC, "madvise", lambda *_: -1)
     blocks = SharedBlocks(path, 3, 1 << 20, is_owner=True)
