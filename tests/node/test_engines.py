@@ -163,6 +163,33 @@ def test_small_stores_share_messages(node, policy, num_messages):
     node.check()
 
 
+def test_slot_of_two_requests_counts_once(node):
+    node = node(64)
+    engine = node.engine("a")
+    turn(engine, *prompt(1, 20))
+    held = [prompt(1, 20) for _ in range(2)]
+    assert [engine.lookup(*item) for item in held] == [20, 20]
+    assert node.leases.engines[engine.number].num_held == 20
+    for _, context in held:
+        engine.on_request_finished(context)
+    engine.owner_figures()
+    assert node.leases.engines[engine.number].num_held == 0
+
+
+def test_greeting_names_own_slots_only(node, monkeypatch):
+    node = node(64)
+    first, second = node.engine("a"), node.engine("b")
+    turn(first, *prompt(1, 4))
+    held = prompt(1, 4)
+    assert first.lookup(*held) == 4
+    slots = first.prepare_load(*held).block_ids.tolist()
+    monkeypatch.setattr(second, "_leases", lambda: [(1, slots, [])])
+    second._lose(OSError("planted"))
+    wait_for(lambda: second.on_schedule_end() or node.owner.stats["dropped_clients"])
+    assert not second._link.is_ready
+    node.check()
+
+
 def test_store_whose_end_is_lost_ends(node):
     node = node(64)
     engine, (keys, context) = node.engine("a"), prompt(1, 4)
