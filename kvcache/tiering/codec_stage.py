@@ -6,7 +6,6 @@ the stored bytes and the block that comes back are verified, with a lossy codec,
 
 from __future__ import annotations
 
-import mmap
 import struct
 import time
 from collections import deque
@@ -17,12 +16,10 @@ from itertools import groupby
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvcache.tiering.batch import BlockOutcome, TierBatch, checked_outcomes
 from kvcache.tiering.checksum import checksum
 from kvcache.tiering.codec import HEADER_BYTES, CannotEncodeError, Codec, stored_form
-from kvcache.tiering.tier import CodecTierStats, TierStats
+from kvcache.tiering.tier import CodecTierStats, TierStats, host_rows
 
 if TYPE_CHECKING:
     from kvcache.tiering.tier import HostBlocks
@@ -42,7 +39,7 @@ class CodecStage:
         self._block_bytes = host_blocks.shape[1]
         row_bytes, _ = stored_form(codec, host_blocks, None)
         num_rows = num_threads * max_blocks
-        self.rows = np.frombuffer(mmap.mmap(-1, num_rows * row_bytes), np.uint8).reshape(num_rows, row_bytes)
+        self.rows = host_rows(num_rows, row_bytes)
         names = ("encoded_blocks", "unencodable_blocks", "decoded_blocks", "raw_bytes", "code_bytes")
         self._counts: dict[str, Any] = {"encode_s": 0.0, "decode_s": 0.0, **dict.fromkeys(names, 0)}
         self._lock = Lock()

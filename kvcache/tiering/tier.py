@@ -23,8 +23,10 @@ tier never reports costs the manager the job's host blocks, so the manager bound
 from __future__ import annotations
 
 import inspect
+import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -163,6 +165,12 @@ class Tier(Configurable, ABC):
     def get_finished(self) -> list[TierResult]:
         """Return the jobs that ended since the last call, each once, and changes without a job."""
 
+    def call_on_end(self, callback: Callable[[], object]) -> None:
+        """Call `callback` after work of the tier's threads has ended, from any thread; the default never calls it.
+
+        A caller that may wait then needs no polling. `callback` must neither wait nor raise.
+        """
+
     def cancel(self, job_id: int) -> None:
         """Called when no request waits for `job_id` any more: blocks that have not begun to move may fail now."""
 
@@ -197,6 +205,17 @@ class Tier(Configurable, ABC):
         Waits until they stay forgotten over a restart, for `timeout_s` at most. Any thread may call it.
         """
         return []
+
+
+def host_rows(num_rows: int, row_bytes: int) -> HostBlocks:
+    """Return new host memory for blocks in huge pages, where the system has them.
+
+    The kernel looks up each page for direct I/O. With pages of 4 KiB, that took more CPU time than the checksum.
+    """
+    memory = mmap.mmap(-1, num_rows * row_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8).reshape(num_rows, row_bytes)
 
 
 def reset_tier(tier: Tier, version: str | int | None) -> None:

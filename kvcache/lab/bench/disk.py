@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,17 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from kvcache.lab.bench.tier import move
+from kvcache.tiering.tier import host_rows
 from kvcache.tiers.disk.directory import shared_names
 from kvcache.tiers.disk.tier import DiskTier
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the step, the blocks done and the blocks in all."""
-_PAUSE_S = 0.0001
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """Rates in bytes a second, and times of single calls in the caller's thread in seconds.
+    """Rates in bytes a second, CPU seconds a GB, and times of single calls in the caller's thread in seconds.
 
     `shared_names` are files that other users may read, on file systems without modes.
     """
@@ -33,6 +32,8 @@ class DiskRates:
     is_direct: bool
     store_bytes_per_s: float
     load_bytes_per_s: float
+    store_cpu_s_per_gb: float
+    load_cpu_s_per_gb: float
     call_s_p50: float
     call_s_p99: float
     call_s_max: float
@@ -55,8 +56,7 @@ def measure_disk(
     """
     if path.exists():
         raise ValueError(f"the folder to measure in must not exist, got {path}")
-    pool = mmap.mmap(-1, in_flight * block_bytes)
-    host_blocks = np.frombuffer(pool, np.uint8).reshape(in_flight, block_bytes)
+    host_blocks = host_rows(in_flight, block_bytes)
     host_blocks[:] = np.random.default_rng(0).integers(0, 256, block_bytes, np.uint8)
     keys = [i.to_bytes(8, "big") for i in range(num_blocks)]
     tier = DiskTier(
@@ -64,14 +64,16 @@ def measure_disk(
     )
     calls: list[float] = []
     try:
-        rates = []
+        rates, cpu = [], []
+        num_bytes = num_blocks * block_bytes
         for name, submit in (("store", tier.submit_store), ("load", tier.submit_load)):
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             moved = partial(progress, name) if progress else None
-            move(tier, submit, keys, job_blocks, in_flight, calls, moved, pause_s=_PAUSE_S)
+            move(tier, submit, keys, job_blocks, in_flight, calls, moved)
             if name == "store":
                 tier.flush()
-            rates.append(num_blocks * block_bytes / (time.perf_counter() - start))
+            rates.append(num_bytes / (time.perf_counter() - start))
+            cpu.append((time.process_time() - cpu_start) / (num_bytes / 1e9))
         is_direct = tier.is_direct
         shared = shared_names(path)
     finally:
@@ -85,8 +87,8 @@ def measure_disk(
         num_blocks,
         num_threads,
         is_direct,
-        rates[0],
-        rates[1],
+        *rates,
+        *cpu,
         calls[len(calls) // 2],
         calls[len(calls) * 99 // 100],
         calls[-1],

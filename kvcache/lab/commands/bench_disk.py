@@ -57,8 +57,8 @@ def disk(
         f"{rates.call_s_max * 1e3:.2f} ms at most"
     )
     rows = (
-        ("store", f"{rates.store_bytes_per_s / 1e9:.2f} GB/s"),
-        ("load, verified", f"{rates.load_bytes_per_s / 1e9:.2f} GB/s"),
+        ("store", f"{rates.store_bytes_per_s / 1e9:.2f} GB/s, {rates.store_cpu_s_per_gb:.2f} s of CPU a GB"),
+        ("load, verified", f"{rates.load_bytes_per_s / 1e9:.2f} GB/s, {rates.load_cpu_s_per_gb:.2f} s of CPU a GB"),
         ("past the page cache", "yes" if rates.is_direct else "no"),
         ("a call keeps its thread", times),
         ("open to other users", ", ".join(rates.shared_names) or "nothing"),
