@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import count
 from queue import SimpleQueue
 from threading import Event
@@ -29,14 +30,22 @@ class Task:
         """Do the work."""
 
 
+def _ignore() -> None:
+    """The callback of a caller that polls."""
+
+
 class IOThreads:
-    """Runs tasks in daemon threads and returns them when they have ended; `submit` and `get_finished` never wait."""
+    """Runs tasks in daemon threads and returns them when they have ended; `submit` and `get_finished` never wait.
+
+    `on_ended` is called after each task, by the thread that ran it.
+    """
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._waiting: tuple[deque[Task], ...] = (deque(), deque(), deque())
         self._done: deque[Task] = deque()
         self._turns = count(1)
+        self.on_ended: Callable[[], object] = _ignore
         self._threads = [Background(f"{name}-{i}", self._work) for i in range(num_threads)]
 
     def submit(self, task: Task, priority: int) -> None:
@@ -83,3 +92,4 @@ class IOThreads:
                 task.error = f"{type(error).__name__}: {error}"
             self._done.append(task)
             del task
+            self.on_ended()

@@ -7,7 +7,7 @@ the tier is in that of its `lifecycle`. A tier on another medium is `get` and `p
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Self
@@ -204,6 +204,9 @@ class JobTier(Medium, Tier):
         with self._lock:
             if job_id in self._jobs.under_way:
                 self._cancel_waiting([self._jobs.under_way[job_id]])
+
+    def call_on_end(self, callback: Callable[[], object]) -> None:
+        self._threads.on_ended = callback
 
     def get_finished(self) -> list[TierResult]:
         with self._lock:

@@ -10,13 +10,12 @@ Loads and stores have half of the rows each. A medium that hangs in writes can s
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from threading import RLock
+from threading import Condition, RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +23,7 @@ import numpy as np
 from kvcache.metrics import Labels, Part
 from kvcache.options import check_int
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
-from kvcache.tiering.tier import Tier, TierResult
+from kvcache.tiering.tier import Tier, TierResult, host_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -44,6 +43,8 @@ _ROW_ALIGNMENT = 4096
 _POLL_S = 20e-6, 1e-3
 _POLL_SHARE = 1 / 16
 """A call that has waited for some time waits for this share of it more, before it asks the tier again."""
+_TICK_S = 10e-3
+"""How long a call waits for a tier that reports the end of work; only deadlines depend on it."""
 
 
 class _Blocks:
@@ -81,6 +82,33 @@ class _Blocks:
             for part in parts:
                 part[:] = row[start : start + len(part)]
                 start += len(part)
+
+
+class _Ends:
+    """Lets calls wait until work in the tier ends, or a call frees its rows; `count` says how often that was."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._changed = Condition()
+        self._is_reported = False
+
+    def report(self) -> None:
+        """Add an end that the tier reports."""
+        self._is_reported = True
+        self.add()
+
+    def add(self) -> None:
+        """Add an end, and wake the calls that wait."""
+        with self._changed:
+            self.count += 1
+            self._changed.notify_all()
+
+    def wait(self, count: int, waited_s: float) -> None:
+        """Wait until there are more than `count` ends, or for a while; a tier that reports no ends is polled."""
+        poll_s = min(max(waited_s * _POLL_SHARE, _POLL_S[0]), _POLL_S[1])
+        with self._changed:
+            if self.count == count:
+                self._changed.wait(_TICK_S if self._is_reported else poll_s)
 
 
 class KeyedStore:
@@ -121,18 +149,20 @@ class KeyedStore:
         row_bytes = -(-block_bytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         self._num_rows = max(_MIN_ROWS, min(_MAX_ROWS, staging_bytes // row_bytes)) // 2
         num_rows = 2 * self._num_rows
-        self._rows = np.frombuffer(mmap.mmap(-1, num_rows * row_bytes), np.uint8).reshape(num_rows, row_bytes)
+        self._rows = host_rows(num_rows, row_bytes)
         # By direction: rows without a block, and how many wait for a tier that hangs.
         self._free = {False: list(range(self._num_rows)), True: list(range(self._num_rows, num_rows))}
         self._num_stuck = {False: 0, True: 0}
         self._job_ids = count()
         self._results: dict[int, TierResult] = {}
         self._lock = RLock()
+        self._ends = _Ends()
         self._is_closed = False
         self._on_change = on_change
         # For the calls that need no store: `pin` and `unpin`.
         self.tier: Any
         self.tier, config = open_tier(self._rows)
+        self.tier.call_on_end(self._ends.report)
         self._config = replace(config, max_store_blocks=num_rows, arbiter=False)
         self._controller = TierController(self.tier, self._config, 2 * num_rows, 1, HostBudget(num_rows))
         self._labels = (*labels, ("medium", self._controller.medium))
@@ -144,6 +174,7 @@ class KeyedStore:
         """Return how many of the first keys are held and can be loaded; 0 while the tier does not answer."""
         keys, start_s = list(keys), self.clock()
         while True:
+            num_ended = self._ends.count
             with self._lock:
                 now_s = self._poll()
                 may_load = not self._is_closed and self._num_stuck[True] < self._num_rows
@@ -152,7 +183,7 @@ class KeyedStore:
                 return num_held
             if now_s - start_s > self._config.deadline_s:
                 return 0
-            self._sleep(now_s - start_s)
+            self._sleep(now_s - start_s, num_ended)
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is held and can be loaded."""
@@ -209,12 +240,13 @@ class KeyedStore:
             if not self._is_closed:
                 self._controller.reset(start_s, getattr(self._controller.tier, "epoch", None) or None)
         while True:
+            num_ended = self._ends.count
             with self._lock:
                 now_s = self._poll()
                 reason = self._controller.stats().tier.unavailable_reason
             if not reason or now_s - start_s > self._config.deadline_s:
                 return not reason
-            self._sleep(now_s - start_s)
+            self._sleep(now_s - start_s, num_ended)
 
     def stats(self) -> TierControllerStats:
         """Return counters since start and gauges now."""
@@ -258,8 +290,8 @@ class KeyedStore:
         controller.pass_on_uses()
         return now_s
 
-    def _sleep(self, waited_s: float) -> None:
-        time.sleep(min(max(waited_s * _POLL_SHARE, _POLL_S[0]), _POLL_S[1]))
+    def _sleep(self, waited_s: float, num_ended: int) -> None:
+        self._ends.wait(num_ended, waited_s)
 
     def _move(self, is_load: bool, keys: Sequence[bytes], buffers: Sequence[Buffer | Sequence[Buffer]]) -> list[bool]:
         """Load or store as many of the blocks as the tier takes."""
@@ -268,6 +300,8 @@ class KeyedStore:
         size = max(1, self._num_rows // _JOBS_PER_CALL)
         progress_s, num_left = self.clock(), len(blocks.waiting)
         while blocks.waiting or jobs:
+            # Counted before the reports are taken: an end that comes later ends the wait.
+            num_ended = self._ends.count
             with self._lock:
                 now_s = self._poll()
                 ended = [job for job in jobs if job.is_overdue or job.job_id in self._results]
@@ -291,7 +325,7 @@ class KeyedStore:
             elif not jobs and (rows is None or is_late or (rows and not is_busy)):
                 break
             elif sent is None or ended:
-                self._sleep(now_s - progress_s)
+                self._sleep(now_s - progress_s, num_ended)
         return [key in blocks.moved for key in keys]
 
     def _rows_for(self, is_load: bool, num_blocks: int, now_s: float) -> list[int] | None:
@@ -338,4 +372,5 @@ class KeyedStore:
                 busy = {key for key in done.difference(result.done) if self.tier.lookup([key]) == 0}
                 blocks.waiting.extend(key for key in reversed(job.keys) if key in busy)
                 done -= busy
+        self._ends.add()
         blocks.moved |= done

@@ -176,7 +176,7 @@ def test_hanging_tier_leaves_buffers_alone(gated):
 
 def test_put_answers_for_what_is_held(gated, tmp_path, monkeypatch):
     """Bad blocks are stored once their readers have ended, and blocks that another call stores once that has failed."""
-    store = disk(tmp_path, deadline_s=0.2)
+    store = disk(tmp_path, deadline_s=1)
     tier = store._controller.tier
     assert put(store, [1]) == [True]
     assert tier.pin([key_of(1)])
@@ -289,7 +289,7 @@ class SteppedStore(KeyedStore):
     def clock(self):
         return self.now_s
 
-    def _sleep(self, waited_s):
+    def _sleep(self, waited_s, num_ended):
         self.now_s += 0.2
         for job in [job for job in self.tier.pending if job.is_load or not self.hangs][:1]:
             self.tier.end(job)
