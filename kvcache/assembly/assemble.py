@@ -330,14 +330,21 @@ def open_store(
     fingerprint: Mapping[str, Any],
     rank: str | None = None,
     labels: Labels = (("tier", "0"),),
+    on_change: Callable[[list[bytes], list[bytes]], None] | None = None,
 ) -> KeyedStore:
-    """Open a tier that an engine drives without our manager, for blocks of `block_bytes`.
+    """Open a tier that an engine drives without our manager, for blocks of `block_bytes`; see `KeyedStore`.
 
     `fingerprint` identifies the model and geometry of the blocks, `rank` replaces ``{rank}`` in the tier's path, and
     metrics have the `labels`. ValueError: the tier cannot be opened.
     """
     identity = {**fingerprint, "block_bytes": block_bytes}
-    return KeyedStore(lambda rows: open_tiers((settings,), rows, identity, rank)[0], block_bytes, labels=labels)
+    options: Any = settings.options
+    if getattr(options, "page_cache", True) is None:
+        # The backends of these engines read through the page cache, too. It needs no staging row and no I/O thread.
+        settings = replace(settings, options=replace(options, page_cache=True))
+    return KeyedStore(
+        lambda rows: open_tiers((settings,), rows, identity, rank)[0], block_bytes, labels=labels, on_change=on_change
+    )
 
 
 class _PoolOwner(TieredOffloadingManager):

@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -24,8 +24,14 @@ _PREFIX = struct.Struct("<IQ")
 
 def checksum(key: bytes, payload: Buffer, num_bytes: int, seed: int) -> int:
     """Return the 64-bit xxh3 of key, length and contiguous payload; each store has its own `seed`."""
+    return checksum_of_parts(key, [payload], num_bytes, seed)
+
+
+def checksum_of_parts(key: bytes, parts: Iterable[Buffer], num_bytes: int, seed: int) -> int:
+    """Return the `checksum` of a payload that lies in several buffers."""
     digest = xxhash.xxh3_64(_PREFIX.pack(len(key), num_bytes) + key, seed)
-    digest.update(payload)
+    for part in parts:
+        digest.update(part)
     return digest.intdigest()
 
 

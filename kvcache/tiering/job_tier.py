@@ -158,7 +158,27 @@ class JobTier(Medium, Tier):
         """The version of the last reset, None without one."""
         return self._life.version
 
-    # Methods of an engine's door that locks single blocks; any thread may call them.
+    # Methods of an engine's door; any thread may call them.
+
+    def load_now(self, keys: list[bytes], buffers: list[list[memoryview]]) -> list[bytes]:
+        """Load what needs no wait for the medium, in the caller's thread; return the keys of the verified blocks.
+
+        Each key has buffers that together are as long as a block; those of other keys may hold anything.
+        """
+        with self._lock:
+            # A reset replaces the catalog without waiting for this call.
+            catalog = self._life.catalog
+            placement = None if self._life.reason or self._stage else catalog.begin_load(keys)
+        if placement is None or not placement.slots:
+            return []
+        parts = dict(zip(keys, buffers, strict=True))
+        places = placement.slots, placement.keys, [parts[key] for key in placement.keys]
+        answers = self._counts.attempt("get_now", self.get_now, *places) or []
+        done = [key for key, is_loaded in zip(placement.keys, answers, strict=False) if is_loaded]
+        with self._lock:
+            catalog.end_load(placement.keys)
+            self._counts.update(loaded_blocks=len(done))
+        return done
 
     def pin(self, keys: list[bytes]) -> list[bytes]:
         """Keep blocks from being evicted until `unpin`, and return the held ones; each has a reference per call."""

@@ -41,6 +41,13 @@ class Medium:
     def put(self, batch: TierBatch) -> Sequence[int] | None:
         """Store the buffers of `batch`; return a `BlockOutcome` (DONE, HELD, REFUSED) per key, None for all done."""
 
+    def get_now(self, slots: list[int], keys: list[bytes], buffers: list[list[memoryview]]) -> list[bool]:
+        """Fill the buffers of blocks that can be read without waiting; return whether each was read and verified.
+
+        Each block has buffers that together are as long as it. `JobTier.load_now` calls this from any thread.
+        """
+        return [False] * len(keys)
+
     def exists(self, keys: list[bytes]) -> Sequence[bool]:
         """Return per key whether the medium holds it; only asked where the tier has no index of its own."""
         raise NotImplementedError(f"{type(self).__name__} neither opens with contents nor answers exists")

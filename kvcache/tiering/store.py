@@ -1,9 +1,9 @@
 """KeyedStore: blocks of one size under keys, in a tier below an engine with host memory of its own. Its calls wait.
 
 An engine's door (SGLang, LMCache) calls it from threads of the engine that may wait, and gives it the engine's buffers.
-The bytes move through rows of the store's own, and only the calling thread copies between these and the engine's
-buffers. So a call that has returned leaves the engine's memory alone, even if an I/O thread of the tier still hangs in
-a read or write: that thread has its row until the tier reports it.
+The bytes move through rows of the store's own, and only the calling thread touches the engine's buffers: it copies, or
+loads what the medium has in memory. So a call that has returned leaves the engine's memory alone, even if an I/O thread
+of the tier still hangs in a read or write: that thread has its row until the tier reports it.
 
 Loads and stores have half of the rows each. A medium that hangs in writes can still be read.
 """
@@ -43,6 +43,8 @@ _ROW_ALIGNMENT = 4096
 _POLL_S = 20e-6, 1e-3
 _POLL_SHARE = 1 / 16
 """A call that has waited for some time waits for this share of it more, before it asks the tier again."""
+_NOW_BLOCKS = 16
+"""Blocks that a load without a wait keeps from being evicted."""
 _TICK_S = 10e-3
 """How long a call waits for a tier that reports the end of work; only deadlines depend on it."""
 
@@ -298,6 +300,8 @@ class KeyedStore:
         blocks = _Blocks(is_load, keys, buffers, self.block_bytes)
         jobs: list[TierJob] = []
         size = max(1, self._num_rows // _JOBS_PER_CALL)
+        if is_load:
+            self._load_now(blocks)
         progress_s, num_left = self.clock(), len(blocks.waiting)
         while blocks.waiting or jobs:
             # Counted before the reports are taken: an end that comes later ends the wait.
@@ -327,6 +331,20 @@ class KeyedStore:
             elif sent is None or ended:
                 self._sleep(now_s - progress_s, num_ended)
         return [key in blocks.moved for key in keys]
+
+    def _load_now(self, blocks: _Blocks) -> None:
+        """Load what needs no wait into the engine's buffers. No other thread ever has these."""
+        keys = [key for key in blocks.waiting if len(blocks.parts[key]) == 1]
+        # A block in the tier is as long as a row.
+        padding = [memoryview(bytearray(self._rows.shape[1] - self.block_bytes))]
+        for first in range(0, len(keys), _NOW_BLOCKS):
+            with self._lock:
+                if self._is_closed or not self._controller.may_send(True, self.clock()):
+                    break
+            some = keys[first : first + _NOW_BLOCKS]
+            buffers = [[part.data for part in blocks.parts[key][0]] + padding for key in some]
+            blocks.moved.update(self.tier.load_now(some, buffers))
+        blocks.waiting = deque(key for key in blocks.waiting if key not in blocks.moved)
 
     def _rows_for(self, is_load: bool, num_blocks: int, now_s: float) -> list[int] | None:
         """Return free rows for at most `num_blocks` blocks; None if the tier takes no job now."""

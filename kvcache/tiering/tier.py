@@ -193,6 +193,10 @@ class Tier(Configurable, ABC):
     def shutdown(self) -> None:
         """Stop the threads and release resources; may wait for a bounded time, as `delete` may."""
 
+    def load_now(self, keys: list[bytes], buffers: list[list[memoryview]]) -> list[bytes]:
+        """Load what needs no wait for the medium into `buffers`, and return its keys; by default nothing."""
+        return []
+
     def touch(self, keys: list[bytes], req_context: ReqContext | None = None) -> None:
         """Called when a request uses `keys`, in prefix order; unknown keys are ignored."""
 
@@ -207,7 +211,7 @@ class Tier(Configurable, ABC):
         return []
 
 
-def host_rows(num_rows: int, row_bytes: int) -> HostBlocks:
+def host_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
     """Return new host memory for blocks in huge pages, where the system has them.
 
     The kernel looks up each page for direct I/O. With pages of 4 KiB, that took more CPU time than the checksum.

@@ -153,6 +153,7 @@ def test_hanging_disk_ends_tasks(harness, monkeypatch, method):
     l2.store(held)
     move = getattr(BlockStore, method)
     monkeypatch.setattr(BlockStore, method, lambda *args: gate.wait(20) and move(*args))
+    monkeypatch.setattr(BlockStore, "read_cached", lambda *_: False)
     start_s, buffers = time.monotonic(), [np.full(MIB // 4, 7, np.uint8) for _ in held]
     if method == "read_payload":
         task = l2.adapter.submit_load_task(list(held), list(map(MemoryObject, buffers)))

@@ -73,9 +73,12 @@ class FailingCalls:
     def pread(self, real, fd, size, offset):
         return self.spoilt(self.fault("read"), real(fd, size, offset))
 
-    def preadv(self, real, fd, rows, offset):
+    def preadv(self, real, fd, rows, offset, flags=0):
+        if flags and self.faults.get("read", ("", ""))[1] == "hang":
+            # RWF_NOWAIT never waits for the disk.
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         kind = self.fault("read")
-        num_bytes = real(fd, rows, offset)
+        num_bytes = real(fd, rows, offset, flags)
         if not kind:
             return num_bytes
         body = self.spoilt(kind, b"".join(rows)[:num_bytes])

@@ -1,5 +1,6 @@
 """KeyedStore: whole blocks, from many threads, over small, full, hanging and reopened tiers."""
 
+import os
 import shutil
 import threading
 import time
@@ -14,6 +15,7 @@ from kvcache.assembly.assemble import open_store, parse_tier
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierConfig
 from kvcache.tiering.store import KeyedStore
+from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.slot_table import SlotTable
 from kvcache.tiers.disk.tier import DiskTier
 from kvcache.tiers.memory import MemoryTier
@@ -226,6 +228,59 @@ def test_waiting_calls_share_rows(gated):
         thread.join()
     assert all(map(all, answers.values()))
     assert all(get(store, range(120)))
+    store.close()
+
+
+def test_cached_blocks_load_in_caller(tmp_path, monkeypatch):
+    """Blocks in the page cache come while reads of the disk fail, verified; others do not."""
+    probe = tmp_path / "probe"
+    probe.write_bytes(b"1")
+    with probe.open("rb") as file:
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except OSError as error:
+            pytest.skip(f"the file system has no reads without a wait: {error}")
+
+    def fail(*_):
+        raise OSError("read")
+
+    store = disk(tmp_path / "tier")
+    assert all(put(store, range(40)))
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockStore, "read_payload", fail)
+        assert all(get(store, range(40)))
+        assert store.stats().tier.loaded_blocks == 40
+    assert get(store, [1, 1, 99]) == [True, True, False]
+    data = np.memmap(tmp_path / "tier" / "data", np.uint8, "r+")
+    data[100] ^= 1
+    answers = get(store, range(40))
+    assert (answers.count(False), store.stats().tier.corrupt_blocks) == (1, 1)
+    assert put(store, [answers.index(False)]) == [True]
+    assert all(get(store, range(40)))
+    store.clear()
+    assert not any(get(store, range(40)))
+    store.close()
+    assert not any(get(store, range(40)))
+
+
+@pytest.mark.parametrize("page_cache", [None, False])
+def test_direct_reads_run_in_threads(tmp_path, monkeypatch, page_cache):
+    """Past the page cache every read waits for the disk. By default an engine's store is not past it."""
+    options = {} if page_cache is None else {"advanced": {"page_cache": page_cache}}
+    capacity = DiskTier.capacity_for(8, 4096)
+    entry = {"type": "disk", "path": str(tmp_path), "capacity": capacity, **options}
+    store = open_store(parse_tier(entry), 4096, {"model": "m"})
+    if page_cache is None:
+        assert not store.tier.is_direct
+    elif not store.tier.is_direct:
+        pytest.skip("the file system has no direct I/O")
+    else:
+        monkeypatch.setattr(BlockStore, "read_cached", None)
+    assert store.put([b"k"], [b"1" * 4096]) == [True]
+    buffer = bytearray(4096)
+    assert store.get([b"k"], [buffer]) == [True]
+    assert buffer == b"1" * 4096
+    assert not store.stats().tier.last_error
     store.close()
 
 

@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from threading import RLock
 
-from kvcache.assembly.assemble import open_tiers
+from kvcache.assembly.assemble import open_store
 from kvcache.integrations.lmcache.settings import MAX_SIZES, L2Settings
 from kvcache.tiering.controller import MAX_STEP_BLOCKS
-from kvcache.tiering.store import KeyedStore
 
 Change = tuple["Objects", list[bytes], list[bytes] | None]
 """The keys that came, and those that went before; None: all keys went, because the tier was closed."""
@@ -25,11 +24,8 @@ class Objects:
         self.size = size
         self.keys: dict[bytes, bool] = {}
         self._changes = changes
-        tiers, identity = (settings.tier_of(size, num_slots),), {"engine": "lmcache", "bytes": size}
-        labels = (("tier", str(size)),)
-        self.store = KeyedStore(
-            lambda rows: open_tiers(tiers, rows, identity)[0], size, labels=labels, on_change=self.note
-        )
+        tier, labels = settings.tier_of(size, num_slots), (("tier", str(size)),)
+        self.store = open_store(tier, size, {"engine": "lmcache"}, labels=labels, on_change=self.note)
         # What the directory held is announced in steps, one for each call.
         for _ in range(self.store.stats().tier.num_held // MAX_STEP_BLOCKS + 2):
             self.store.stats()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-from kvcache.tiering.checksum import checksum
+from kvcache.tiering.checksum import checksum, checksum_of_parts
 from kvcache.tiers.disk.header import ALIGN_BYTES, DATA
 from kvcache.tiers.disk.slot_table import SlotTable
 
@@ -80,6 +80,17 @@ class BlockStore:
                 if not good:
                     self.table.void(first_slot + i, 1)
         return is_good
+
+    def read_cached(self, slot: int, key: bytes, parts: list[memoryview], generation: Generation) -> bool:
+        """Read a block if the page cache holds all of it; return whether it was read and verified. Never waits."""
+        num_bytes = self._block_bytes
+        try:
+            num_read = os.preadv(self.fd, parts, slot * self._slot_bytes, os.RWF_NOWAIT)
+        except (OSError, NotImplementedError):
+            # A part of the block is not cached, or the file system cannot answer without waiting.
+            return False
+        check = int(self.table.checksums[slot])
+        return num_read == num_bytes and checksum_of_parts(key, parts, num_bytes, generation.seed) == check
 
     def write_payload(self, first_slot: int, rows: Sequence[memoryview]) -> None:
         """Write blocks to consecutive slots, in as many calls as it takes; OSError if that ends early."""

@@ -78,8 +78,11 @@ class DiskOptions(Options):
     preallocate: bool = option(
         parse_flag, True, when="the tier must not take its whole capacity at its start", advanced=True
     )
-    page_cache: bool = option(
-        parse_flag, False, when="free memory of the host is to serve recent blocks faster than the disk", advanced=True
+    page_cache: bool | None = option(
+        parse_flag,
+        None,
+        when="free memory of the host is to serve recent blocks, or must not (SGLang and LMCache: true by default)",
+        advanced=True,
     )
     open_timeout_s: float = option(
         parse_duration, 10.0, when="the engine's start must wait longer, or shorter, for the directory", advanced=True
@@ -138,7 +141,7 @@ class DiskTier(JobTier):
         self._header = Header.fresh(block_bytes, num_slots_within(values.capacity, block_bytes), plain)
         self._is_read_only = values.read_only
         self._preallocate = values.preallocate
-        self._has_page_cache = values.page_cache
+        self._has_page_cache = bool(values.page_cache)
         # Consecutive slots move in one call only if no padding lies between two blocks.
         is_packed = self._header.slot_bytes == block_bytes
         max_run_blocks = max(1, min(MAX_RUN_BLOCKS, values.max_io_bytes // block_bytes)) if is_packed else 1
@@ -214,6 +217,17 @@ class DiskTier(JobTier):
         text = "disk tier %s: %d blocks did not verify and count as misses, read from slot %d on"
         self._warnings.warn("corrupt", text, self.path, is_good.count(False), first_slot)
         return [BlockOutcome.DONE if good else BlockOutcome.CORRUPT for good in is_good]
+
+    def get_now(self, slots: list[int], keys: list[bytes], buffers: list[list[memoryview]]) -> list[bool]:
+        store, (_, generation) = self._opened(), self._current
+        if store.is_direct:
+            return [False] * len(keys)
+        answers = []
+        for slot, key, parts in zip(slots, keys, buffers, strict=True):
+            answers.append(store.read_cached(slot, key, parts, generation))
+            if answers[-1]:
+                store.table.count_use(slot, 1)
+        return answers
 
     def put(self, batch: TierBatch) -> list[BlockOutcome] | None:
         store, (number, generation) = self._opened(), self._current
