@@ -337,10 +337,12 @@ def test_owner_outage_delays_engine_once(folder):
 @pytest.mark.slow
 def test_owner_process_without_engines_ends(folder):
     code = (
-        "import sys, threading\n"
+        "import sys\n"
         "from pathlib import Path\n"
         "from kvcache.node import owner\n"
-        "serving = owner.Owner(Path(sys.argv[1]), linger_s=2.0)\n"
+        "serving = owner.Owner(Path(sys.argv[1]), linger_s=None)\n"
+        "while serving.pool is None: serving.step(0.1)\n"
+        "serving._linger_s = 0.5\n"
         "serving.run()\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'vllm') or 'kvcache.lab' in name])\n"
     )
