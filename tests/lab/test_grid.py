@@ -200,7 +200,7 @@ def test_grid_keeps_figures_of_long_names(run, trace, tmp_path):
     assert ["5", *["54.55%"] * 9] in [line.split() for line in out.splitlines()]
 
 
-def test_grid_omits_memory_without_sizes(run, run_json, trace, tmp_path):
+def test_grid_without_sizes_names_blocks(run, run_json, trace, tmp_path):
     pytest.importorskip("matplotlib")
     target = tmp_path / "out.html"
     for sizes, memory_bytes in (

@@ -123,7 +123,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], str, tuple[Any, ...]]] = {
     "too few": (
         "evict",
         lambda policy, n, protected: ReferenceLRU.evict(policy, max(0, n - 1), protected),
-        "evict_returns_exactly_n_blocks_with_their_keys",
+        "evict_returns_exactly_n_blocks",
         (),
     ),
     "ignores protection": (
@@ -132,19 +132,19 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], str, tuple[Any, ...]]] = {
         "evict_passes_over_protected_blocks",
         (),
     ),
-    "takes what it can": ("evict", takes_what_it_can, "a_refused_eviction_and_get_change_nothing", ()),
+    "takes what it can": ("evict", takes_what_it_can, "refused_eviction_and_get_change_nothing", ()),
     "keeps what it evicts": ("evict", keeps_what_it_evicts, "remove_lets_a_block_go", ()),
     "evicts nothing": ("evict", lambda policy, n, protected: [], "remove_lets_a_block_go", ()),
     "evicts blocks in use": ("evict", evicts_blocks_in_use, "evict_passes_over_blocks_in_use", (1,)),
-    "counts gets": ("get", counts_gets, "a_refused_eviction_and_get_change_nothing", ()),
-    "compares by identity": ("get", compares_by_identity, "get_finds_equal_keys_of_1_to_200_bytes", ()),
+    "counts gets": ("get", counts_gets, "refused_eviction_and_get_change_nothing", ()),
+    "compares by identity": ("get", compares_by_identity, "get_finds_equal_keys_any_length", ()),
     "removes quietly": (
         "remove",
         lambda policy, key: policy.blocks.pop(key, None),
-        "removed_key_is_absent_and_can_return",
+        "removed_key_can_return",
         (),
     ),
-    "never orders": ("order", lambda policy, keys: None, "a_prefix_loses_its_tail_first", ()),
+    "never orders": ("order", lambda policy, keys: None, "prefix_loses_its_tail_first", ()),
     "takes any capacity": ("__init__", takes_any_capacity, "refuses_what_is_no_capacity", (0,)),
 }
 

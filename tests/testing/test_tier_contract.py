@@ -136,7 +136,8 @@ def test_faulty_tier_gives_no_wrong_byte(name, write_policy):
         manager.on_schedule_end()
     assert tier.num_faults > 0
     assert num_loaded > 150
-    for _ in range(4):
+    # A probe and what waits behind it take a step each.
+    for _ in range(12):
         clock[0] += 30
         manager.on_schedule_end()
     stats, stuck = manager.stats(), manager.tier_stats()[0].stuck_blocks
