@@ -397,7 +397,8 @@ class TieredOffloadingManager(OffloadingManager):
     @atomic
     def _status_below(self, key: bytes, req_context: ReqContext | None) -> int:
         self._take_results_once()
-        if self._is_open and self._promotion.is_awaited(key, req_context):
+        # An arbiter decides at each look-up whether the request still waits.
+        if self.arbitration is None and self._is_open and self._promotion.is_awaited(key, req_context):
             self.pool.count_lookup(1)
             return PENDING
         answer = self._find([key], req_context)

@@ -160,13 +160,15 @@ def test_slow_link_is_left_until_fast():
     assert max(fast[3:]) < 1.1
 
 
-def test_request_on_stalled_tier_computes():
-    engine = Engine(0.001, 0.001, flat(2000), given=2000)
+@pytest.mark.parametrize(("by_key", "ratio"), [(False, 2.0), (True, 3.5)])
+def test_request_on_stalled_tier_computes(by_key, ratio):
+    engine = Engine(0.001, 0.001, flat(2000), given=2000, by_key=by_key)
     list(ratios(engine, [100] * 3))
     engine.tier.stalled_until_s = engine.clock.now_s + 1000
     compute_s = engine.bounds_s(100)[1]
     first_s = engine.first_token_s(engine.prompt(100))
-    assert first_s == pytest.approx(2 * compute_s, rel=0.1)
+    # By key, this engine asks again after 2 s.
+    assert first_s == pytest.approx(ratio * compute_s, rel=0.1)
     # While a job is late, no other request waits for the tier.
     assert engine.first_token_s(engine.prompt(100)) == pytest.approx(compute_s, rel=0.01)
     assert engine.manager.stats().arbiter_give_ups == 1
