@@ -193,7 +193,8 @@ def test_kill_leaves_what_was_written_whole(tmp_path, rests):
             assert outcome.difference is None
             assert outcome.num_calls == len(calls) >= 80 * rests
         # The old recording does not prevent a new one.
-        Recorder(CPUOffloadingManager(16, 50), path).stop()
+        manager = CPUOffloadingManager(16, 50)
+        Recorder(manager, path).stop()
         assert [call.op for call in Recording(path)] == [ops.Op.STATS]
         assert Path(f"{path}.1").exists() or "missing" in recording.end
 
