@@ -410,7 +410,7 @@ class TieredOffloadingManager(OffloadingManager):
         return ABSENT if answer == 0 else ASK_AGAIN
 
     def _take_results_once(self) -> None:
-        """Handle the results of the tiers at the first look-up of a step: what has arrived is found in this step."""
+        """Handle the results of the tiers at the first look-up of a step, which then finds the blocks that arrived."""
         if not self._has_results and self._is_open:
             self._has_results = True
             if any(controller.jobs for controller in self.controllers):

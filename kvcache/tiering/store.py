@@ -87,7 +87,7 @@ class _Blocks:
 
 
 class _Ends:
-    """Lets calls wait until work in the tier ends, or a call frees its rows; `count` says how often that was."""
+    """Wakes waiting calls when work in the tier ends, or a call frees its rows; `count` is the number of these ends."""
 
     def __init__(self) -> None:
         self.count = 0
