@@ -20,6 +20,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -519,10 +520,11 @@ class NodeManager(OffloadingManager):
 
     def _new_keys(self, view: _View, keys: Collection[bytes]) -> tuple[bytes, int]:
         """Return the keys of a prompt that the owner does not know yet, packed; the end positions if they are known."""
-        new = list(keys)[len(view.keys) :]
+        num_known = len(view.keys)
+        new = list(islice(keys, num_known, None))
         if not new:
             return b"", 0
-        packed = pack_keys(new, list(keys.values())[len(view.keys) :] if isinstance(keys, dict) else ())
+        packed = pack_keys(new, islice(keys.values(), num_known, None) if isinstance(keys, dict) else ())
         view.keys += new
         view.places = None
         return packed

@@ -28,15 +28,25 @@ MAX_SHARE = 0.5
 class Lease:
     """The leases of one request of one engine: `held_keys` in `held_slots`. `keys` are those of its prompt."""
 
-    __slots__ = ("context", "held_keys", "held_slots", "is_stale", "keys")
+    __slots__ = ("context", "held_keys", "held_slots", "is_stale", "keys", "unread_ends")
 
     def __init__(self, retention: Retention | None = None) -> None:
         self.context = ReqContext(retention=retention)
         self.keys: list[bytes] = []
+        # Keys and end positions that the context does not have yet.
+        self.unread_ends: list[tuple[list[bytes], np.ndarray[Any, Any]]] = []
         self.held_keys: list[bytes] = []
         self.held_slots: np.ndarray[Any, Any] = np.empty(0, np.int64)
         # Taken before a reset: the slots are withheld, and hold no block.
         self.is_stale = False
+
+    def read_ends(self) -> ReqContext:
+        """Return the context with all end positions that have arrived."""
+        for keys, ends in self.unread_ends:
+            positions = dict(zip(keys, ends.tolist(), strict=True))
+            self.context.set_offload_key_positions({**(self.context.positions or {}), **positions})
+        self.unread_ends.clear()
+        return self.context
 
 
 class EngineLeases:
@@ -65,6 +75,8 @@ class NodeLeases:
         self.engines: dict[int, EngineLeases] = {}
         self.num_slots = len(ledger.state)
         self._limit = max(1, int(MAX_SHARE * self.num_slots))
+        # Other look-ups do without end positions, and the engine waits for their answers.
+        self._reads_ends = manager.pool.policy.reads_clock or isinstance(manager, TieredOffloadingManager)
         self._hooks = PoolLedger(manager.pool, ledger, self._leave_blocks)
 
     def add_engine(self, number: int) -> EngineLeases:
@@ -147,7 +159,7 @@ class NodeLeases:
             lease = self._extend(engine, frame, 0)
             del engine.leases[request]
             self._release(engine, lease)
-            self.manager.on_request_finished(lease.context, use_positions=bool(frame.flag))
+            self.manager.on_request_finished(lease.read_ends(), use_positions=bool(frame.flag))
         else:
             raise ValueError(f"unknown operation {op}")
         return None
@@ -160,11 +172,10 @@ class NodeLeases:
         if len(frame.payload) > first:
             keys, ends = unpack_keys(frame.payload, frame.key_bytes, first)
             lease.keys += keys
-            positions = lease.context.positions
-            if ends and positions is not None:
-                positions.update(zip(keys, ends, strict=True))
-            elif ends:
-                lease.context.set_offload_key_positions(dict(zip(keys, ends, strict=True)))
+            if len(ends):
+                lease.unread_ends.append((keys, ends))
+            if self._reads_ends:
+                lease.read_ends()
         return lease
 
     def _acquire(self, engine: EngineLeases, frame: Frame) -> bytes:
@@ -242,7 +253,7 @@ class NodeLeases:
                 self._hooks.writer = OWNER
         if output is None:
             return pack(protocol.SLOTS, 2, frame.request)
-        self.manager.reorder(lease.context)
+        self.manager.reorder(lease.read_ends())
         taken = output.keys_to_store
         slots = output.store_spec.block_ids  # type: ignore[attr-defined]
         if grants is not None:
@@ -302,8 +313,9 @@ class NodeLeases:
         self._count(engine, slots)
 
     def _count(self, engine: EngineLeases, slots: Any) -> None:
-        engine.num_held += int(np.count_nonzero(engine.counts[slots] == 0))
-        engine.counts[slots] += 1
+        num_leases = engine.counts[slots]
+        engine.counts[slots] = num_leases + 1
+        engine.num_held += len(slots) - int(np.count_nonzero(num_leases))
         self.ledger.read(slots, engine.number)
 
     def _uncount(self, engine: EngineLeases, slots: Any) -> None:

@@ -6,6 +6,7 @@ after its last engine, and as a service never.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -156,6 +157,7 @@ class Owner:
         self._listener.listen(MAX_ENGINES)
         self._listener.setblocking(False)
         self._poll.register(self._listener, select.EPOLLIN)
+        self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._last_use_s = time.monotonic()
         self._is_stopping, self._end_s = False, math.inf
 
@@ -205,6 +207,7 @@ class Owner:
         self._poll.close()
         if self.pool is not None:
             self.pool.close()
+        os.close(self._spare_fd)
         os.close(self._lock)
 
     def parts(self) -> list[Part]:
@@ -241,12 +244,24 @@ class Owner:
             os.close(fd)
 
     def _accept(self) -> None:
-        # Without a free file descriptor it is accepted later.
-        with suppress(OSError):
+        try:
             sock, _ = self._listener.accept()
-            sock.setblocking(False)
-            self._by_fd[sock.fileno()] = Connection(sock)
-            self._poll.register(sock, select.EPOLLIN)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._refuse_unread(error)
+            return
+        sock.setblocking(False)
+        self._by_fd[sock.fileno()] = Connection(sock)
+        self._poll.register(sock, select.EPOLLIN)
+
+    def _refuse_unread(self, error: OSError) -> None:
+        """Close the next connection by means of the spare file descriptor: one that waits would wake every poll."""
+        os.close(self._spare_fd)
+        with suppress(OSError):
+            self._listener.accept()[0].close()
+            _LOG.warning("a client of %s is refused: %s", self.folder, error)
+            self.stats["refused_clients"] += 1
+        self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _serve(self, connection: Connection) -> None:
         """Apply the messages of one client. An invalid one costs the client its connection, never its leases."""

@@ -11,7 +11,9 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +75,7 @@ class FrameReader:
             del buffer[:start]
 
 
-def pack_keys(keys: Sequence[bytes], ends: Sequence[int] = ()) -> tuple[bytes, int]:
+def pack_keys(keys: Sequence[bytes], ends: Iterable[int] = ()) -> tuple[bytes, int]:
     """Return keys of one length as bytes, behind the end positions of the blocks if known, and that length.
 
     ValueError: the lengths differ or exceed `MAX_KEY_BYTES`.
@@ -81,11 +83,10 @@ def pack_keys(keys: Sequence[bytes], ends: Sequence[int] = ()) -> tuple[bytes, i
     num_bytes = len(keys[0]) if keys else 1
     if keys and (len(set(map(len, keys))) > 1 or num_bytes > MAX_KEY_BYTES):
         raise ValueError(f"keys of a node's pool must have one length of at most {MAX_KEY_BYTES} bytes")
-    head = struct.pack(f"<{1 + len(ends)}I", len(keys), *ends)
-    return head + b"".join(keys), num_bytes
+    return array("I", chain((len(keys),), ends)).tobytes() + b"".join(keys), num_bytes
 
 
-def unpack_keys(payload: bytes, key_bytes: int, first: int = 0) -> tuple[list[bytes], list[int]]:
+def unpack_keys(payload: bytes, key_bytes: int, first: int = 0) -> tuple[list[bytes], np.ndarray[Any, Any]]:
     """Return the keys and the end positions that `pack_keys` wrote from byte `first` on.
 
     ValueError: the payload has another length.
@@ -96,7 +97,7 @@ def unpack_keys(payload: bytes, key_bytes: int, first: int = 0) -> tuple[list[by
     num_left = len(payload) - first - 4 - num_keys * key_bytes
     if num_left not in (0, 4 * num_keys):
         raise ValueError(f"a list of {num_keys} keys of {key_bytes} bytes has {len(payload) - first} bytes")
-    ends = np.frombuffer(payload, "<u4", num_left // 4, first + 4).tolist()
+    ends = np.frombuffer(payload, "<u4", num_left // 4, first + 4)
     return np.frombuffer(payload, f"V{key_bytes}", num_keys, first + 4 + num_left).tolist(), ends
 
 

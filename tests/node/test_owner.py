@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -78,6 +79,27 @@ def test_second_owner_and_65th_engine_fail(node):
         node.engine(f"engine-{number}")
     with pytest.raises(ValueError, match="64 engines use this pool, and no more can"):
         node.engine("one more")
+
+
+def test_exhausted_file_descriptors_refuse_clients(node):
+    node = node(8)
+    node.engine("a")
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(30)
+    fds, before = [], resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (sock.fileno() + 1, before[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                fds.append(os.dup(0))
+        sock.connect(str(node.folder / "socket"))
+        assert sock.recv(1) == b""
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in [*fds, sock.detach()]:
+            os.close(fd)
+    assert node.owner.stats["refused_clients"] == 1
+    assert node.engine("b").owner_figures()["refused_clients"] == 1
 
 
 def test_differences_show_no_secrets():
