@@ -20,11 +20,13 @@ def test_medians_compare_turns_of_their_kind():
         *lines_of("without", [[1.0, 3.0], [4.0, 4.0], [6.0, 8.0]]),
         *lines_of("kvcache", [[2.0, 3.0], [0.5, 0.5], [0.5, 2.5]]),
         *lines_of("restart", [[0.5, 1.5]]),
+        *lines_of("lmcache", [[3.0, 5.0], [1.0, 1.0], [2.0, 1.0]]),
+        *lines_of("lmcache restart", [[7.0, 9.0]]),
     ]
     assert medians(lines) == {
-        "first turns": {"without": 2.0, "kvcache": 2.5, "ratio": 1.25},
-        "later turns": {"without": 5.0, "kvcache": 0.5, "ratio": 0.1},
-        "after a restart": {"without": 2.0, "kvcache": 1.0, "ratio": 0.5},
+        "first turns": {"without": 2.0, "kvcache": 2.5, "lmcache": 4.0, "ratio": 1.25},
+        "later turns": {"without": 5.0, "kvcache": 0.5, "lmcache": 1.0, "ratio": 0.1},
+        "after a restart": {"without": 2.0, "kvcache": 1.0, "lmcache": 8.0, "ratio": 0.5},
     }
 
 
