@@ -26,7 +26,7 @@ from kvcache.integrations.sglang import settings as sglang
 from kvcache.integrations.vllm import engine_keys
 from kvcache.integrations.vllm import settings as vllm
 from kvcache.integrations.vllm.releases import describe_release
-from kvcache.node.ledger import fault_of, identity_of, living_processes
+from kvcache.node.ledger import read_ledger
 from kvcache.node.protocol import node_folder
 from kvcache.options import Component, OptionError, choice_of, format_size, name_unknown, parse_size
 from kvcache.recorder.files import refusal_of
@@ -232,15 +232,15 @@ def _check_node(name: str | bool, num_bytes: int) -> tuple[int, Finding]:
         if name is True or not folder.exists():
             return 0, Finding("ok", "node pool", text)
         used_bytes = (node_folder(str(name)) / "pool").stat().st_blocks * 512
-        if reason := fault_of(folder / "ledger"):
-            return used_bytes, Finding("warning", "node pool", f"{text}: starts empty, its ledger is {reason}")
-        identity, processes = identity_of(folder / "ledger"), living_processes(folder / "ledger")
+        fault, identity, processes = read_ledger(folder / "ledger")
+        if fault:
+            return used_bytes, Finding("warning", "node pool", f"{text}: starts empty, its ledger is {fault}")
     except OSError:
         return used_bytes, Finding("ok", "node pool", f"{text}; no engine has used it yet")
     except ValueError as error:
         return 0, Finding("error", "node pool", str(error))
     pool_bytes = identity["num_blocks"] * identity["block_bytes"]
-    text += f"; it has {format_size(pool_bytes)}, and {len({engine for _, engine, _ in processes})} engines use it"
+    text += f"; it has {format_size(pool_bytes)}, and {len({process.engine for process in processes})} engines use it"
     # A pool is a whole number of blocks.
     if processes and not 0 <= num_bytes - pool_bytes < identity["block_bytes"]:
         return used_bytes, Finding("error", "node pool", f"{text}: an engine of {format_size(num_bytes)} is refused")

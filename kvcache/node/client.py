@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
@@ -32,7 +32,7 @@ from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats, NodeStats, Part
 from kvcache.node import protocol
-from kvcache.node.protocol import MULTI, PLACES, Frame, FrameReader, pack, pack_keys
+from kvcache.node.protocol import MULTI, Frame, FrameReader, pack, pack_keys
 from kvcache.request import HintReader, ReqContext
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.transfer.shared_file import SharedBlocks
@@ -42,7 +42,7 @@ _START_TIMEOUT_S = 600.0
 """How long an engine waits at its start, while the owner allocates the memory."""
 _SPAWN_TIMEOUT_S = 30.0
 _SEND_S, _ANSWER_S = 0.01, 0.035
-_RETRY_S, _RESTART_S = 0.02, 1.0
+_RETRY_S, _RESTART_S = 0.02, 2.0
 # A second store of at most 16 blocks in a step reserves slots for the next ones: 1/128 of the pool, and at most 64.
 _MAX_SMALL, _MAX_GRANTS, _GRANT_SHARE, _MIN_NAME_BYTES = 16, 64, 128, 8
 _MAX_PENDING_S = 1.0
@@ -123,7 +123,7 @@ class Link:
         self._reader = FrameReader()
         self.is_ready = False
         # When to greet an owner again, and when to start one again.
-        self.retry_s = self.restart_s = 0.0
+        self.retry_s = self._restart_s = 0.0
 
     def greet(self, leases: list[tuple[int, list[int], list[int]]]) -> None:
         """Connect and send the greeting. OSError: no owner listens."""
@@ -145,6 +145,27 @@ class Link:
         finally:
             os.close(pidfd)
         self._sock, self._reader = sock, FrameReader()
+
+    def meet(self, leases: list[tuple[int, list[int], list[int]]], timeout_s: float = 0.0) -> Frame | None:
+        """Greet the owner if that is not done, and return its answer, or None if it has not arrived.
+
+        If no owner listens, one is started, unless another was started a moment before.
+        """
+        try:
+            if not self.is_open:
+                self.greet(leases)
+            frame = self.receive(timeout_s)
+        except OSError as error:
+            self.close()
+            is_gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
+            if is_gone and self.starts_owner and time.monotonic() >= self._restart_s:
+                self._restart_s = time.monotonic() + _RESTART_S
+                spawn_owner(self.folder)
+            return None
+        self.is_ready = frame is not None and frame.op != protocol.REFUSED
+        if frame is not None and not self.is_ready:
+            self.close()
+        return frame
 
     @property
     def is_open(self) -> bool:
@@ -209,25 +230,14 @@ def connect(link: Link) -> dict[str, Any]:
     try:
         # Under the lock the owner does not end, and no two engines start one.
         fcntl.flock(fd, fcntl.LOCK_EX)
-        spawn_s = 0.0
         while time.monotonic() < end_s:
-            try:
-                link.greet([])
-                frame = link.receive(_START_TIMEOUT_S)
-            except OSError:
-                link.close()
+            frame = link.meet([], _START_TIMEOUT_S)
+            if frame is None:
                 # An owner that is ending may still have the folder's lock.
-                if link.starts_owner and time.monotonic() >= spawn_s:
-                    spawn_owner(link.folder)
-                    spawn_s = time.monotonic() + 2 * _RESTART_S
                 time.sleep(0.01)
                 continue
-            if frame is None:
-                break
-            if frame.op == protocol.REFUSED:
-                link.close()
+            if not link.is_ready:
                 raise ValueError(f"the pool of this node in {link.folder} refuses the engine: {frame.payload.decode()}")
-            link.is_ready = True
             answer: dict[str, Any] = json.loads(frame.payload)
             link.hello["pool_id"] = answer["pool_id"]
             return answer
@@ -382,25 +392,24 @@ class NodeManager(OffloadingManager):
         if view.held and not view.num_loads:
             # The request computes its blocks, so it loads no more of them.
             self._release(view)
+        taken: dict[bytes, int] | None
         is_small = len(keys) <= _MAX_SMALL
         self._grants.num_small += is_small
         if is_small and len(keys) <= len(self._grants.slots) and self._link.is_ready and not self._due_reset:
             # The owner gets the keys with the end of the store, and drops a block that another engine stored before.
-            keys = [key for key in dict.fromkeys(keys) if key not in self._grants.blocks]
-            slots = [self._grants.slots.pop() for _ in keys]
+            taken = {key: self._grants.slots.pop() for key in dict.fromkeys(keys) if key not in self._grants.blocks}
             self._grants.blocks.update(keys)
         else:
             taken = self._offer(view, keys, is_small and self._grants.num_small > 1)
             if taken is None:
                 self._counts["rejected_stores"] += 1
                 return None
-            keys, slots = taken
-        view.writing.update(zip(keys, slots, strict=True))
-        self._counts["missed_blocks"] += len(keys)
-        return PrepareStoreOutput(keys, CPULoadStoreSpec(slots), [])
+        view.writing.update(taken)
+        self._counts["missed_blocks"] += len(taken)
+        return PrepareStoreOutput([*taken], CPULoadStoreSpec([*taken.values()]), [])
 
-    def _offer(self, view: _View, keys: list[bytes], wants_grants: bool) -> tuple[list[bytes], list[int]] | None:
-        """Ask for slots for the absent blocks, and return both. None: the owner refuses, or does not answer."""
+    def _offer(self, view: _View, keys: list[bytes], wants_grants: bool) -> dict[bytes, int] | None:
+        """Ask for slots for the absent blocks, and return these. None: the owner refuses, or does not answer."""
         # Slots for the next stores are reserved under random names, behind the keys.
         num_grants = min(_MAX_GRANTS, self.num_blocks // _GRANT_SHARE)
         num_grants *= wants_grants and len(keys[0]) >= _MIN_NAME_BYTES
@@ -408,14 +417,11 @@ class NodeManager(OffloadingManager):
         with suppress(ValueError):
             payload, num_bytes = pack_keys([*keys, *(os.urandom(len(keys[0])) for _ in range(num_grants))])
             answer = self._ask(protocol.OFFER, num_grants, view.number, payload, num_bytes)
-        if answer is None or answer.flag == 2:
+        if answer is None or answer.flag:
             return None
         slots = np.frombuffer(answer.payload, "<i4").tolist()
-        if answer.flag:
-            half = len(slots) // 2
-            keys, slots = [keys[place] for place in slots[:half] if place < len(keys)], slots[half:]
-        self._grants.slots += slots[len(keys) :]
-        return keys, slots[: len(keys)]
+        self._grants.slots += [slot for slot in slots[len(keys) :] if slot >= 0]
+        return {key: slot for key, slot in zip(keys, slots, strict=False) if slot >= 0}
 
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
         view = self._views.get(req_context) if isinstance(req_context, ReqContext) else None
@@ -448,12 +454,7 @@ class NodeManager(OffloadingManager):
         if not self._link.is_ready:
             self._reconnect()
         elif self._unsent:
-            data = b"".join(self._unsent)
-            self._unsent.clear()
-            try:
-                self._link.send(data)
-            except OSError as error:
-                self._lose(error)
+            self._flush(self._link.send)
 
     def reset_cache(self, version: str | int | None = None) -> None:
         """Empty the pool for all engines of the node.
@@ -583,19 +584,14 @@ class NodeManager(OffloadingManager):
     def _take(self, view: _View, start: int, answer: Frame) -> None:
         slots = np.frombuffer(answer.payload, "<i4", -1, 4)
         self._counts["shared_hit_blocks"] += struct.unpack_from("<I", answer.payload)[0]
-        keys = view.keys
-        if answer.flag & PLACES:
-            places, slots = np.split(slots, 2)
-            run = [keys[place] for place in places.tolist()]
-            view.held.update(run)
-            end = next((place for place in range(start, len(keys)) if keys[place] not in view.held), len(keys))
-        else:
-            end = start + len(slots)
-            run = keys[start:end]
-            view.held.update(run)
+        end = start + len(slots)
+        run = view.keys[start:end]
+        if (slots < 0).any():
+            run, slots, end = [key for key, slot in zip(run, slots, strict=True) if slot >= 0], slots[slots >= 0], start
+        view.held.update(run)
         view.runs.append((run, slots))
-        view.end = keys[end] if end < len(keys) else None
-        view.state = answer.flag & 3
+        view.end = next((key for key in islice(view.keys, end, None) if key not in view.held), None)
+        view.state = answer.flag
         if view.state == PENDING:
             view.since_s = view.since_s or time.monotonic()
             if time.monotonic() - view.since_s > _MAX_PENDING_S:
@@ -643,11 +639,15 @@ class NodeManager(OffloadingManager):
         if not self._link.is_ready or (self._due_reset and op != protocol.RESET):
             return None
         self._unsent.append(pack(op, flag, number, payload, key_bytes))
+        self._counts["round_trips"] += 1
+        return self._flush(self._link.ask)
+
+    def _flush(self, send: Callable[[bytes], Frame | None]) -> Frame | None:
+        """Send what waits, and return the answer, if `send` waits for one and it comes."""
         data = b"".join(self._unsent)
         self._unsent.clear()
-        self._counts["round_trips"] += 1
         try:
-            return self._link.ask(data)
+            return send(data)
         except OSError as error:
             self._lose(error)
             return None
@@ -671,26 +671,15 @@ class NodeManager(OffloadingManager):
         if self.refusal or now_s < self._link.retry_s:
             return
         self._link.retry_s = now_s + _RETRY_S
-        try:
-            if not self._link.is_open:
-                self._unsent.clear()
-                self._link.greet(self._leases())
-            frame = self._link.receive()
-        except OSError as error:
-            self._link.close()
-            is_gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
-            if is_gone and self._link.starts_owner and now_s >= self._link.restart_s:
-                self._link.restart_s = now_s + _RESTART_S
-                spawn_owner(self._link.folder)
-            return
+        if not self._link.is_open:
+            self._unsent.clear()
+        frame = self._link.meet(self._leases())
         if frame is None:
             return
-        if frame.op == protocol.REFUSED:
+        if not self._link.is_ready:
             self.refusal = frame.payload.decode()
             _LOG.error("the pool of this node refuses this engine, which goes on without: %s", self.refusal)
-            self._link.close()
             return
-        self._link.is_ready = True
         for view in self._views.values():
             # The owner has a new list of requests, without their prompts.
             view.keys, view.places = [], None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ class EngineLeases:
 
     def __init__(self, number: int, num_slots: int) -> None:
         self.number = number
-        self.leases: dict[int, Lease] = {}
+        self.leases: defaultdict[int, Lease] = defaultdict(Lease)
         # By slot, the key that the engine writes; empty if a reset has forgotten it.
         self.writing: dict[int, bytes] = {}
         self.num_held = 0
@@ -80,7 +80,9 @@ class NodeLeases:
         self._hooks = PoolLedger(manager.pool, ledger, self._leave_blocks)
 
     def add_engine(self, number: int) -> EngineLeases:
-        """Return the leases of an engine: after a restart those in the ledger, otherwise none."""
+        """Return the leases of an engine. Of one that is not known they are those in the ledger."""
+        if number in self.engines:
+            return self.engines[number]
         engine = self.engines[number] = EngineLeases(number, self.num_slots)
         ledger = self.ledger
         held = np.flatnonzero(ledger.readers & np.uint64(1 << number))
@@ -106,7 +108,7 @@ class NodeLeases:
                 raise ValueError(f"the engine does not hold slot {slot}")
         if len({request for request, _, _ in requests}) < len(requests) or len({*writes}) < len(writes):
             raise ValueError("the engine names a request, or a slot that it writes, twice")
-        before, engine.leases = engine.leases, {}
+        before, engine.leases = engine.leases, defaultdict(Lease)
         for request, read, _ in requests:
             if read:
                 lease = engine.leases[request] = Lease()
@@ -166,9 +168,7 @@ class NodeLeases:
 
     def _extend(self, engine: EngineLeases, frame: Frame, first: int) -> Lease:
         """Add the keys of a message, if it has any, to those of its request's prompt."""
-        lease = engine.leases.get(frame.request)
-        if lease is None:
-            lease = engine.leases[frame.request] = Lease()
+        lease = engine.leases[frame.request]
         if len(frame.payload) > first:
             keys, ends = unpack_keys(frame.payload, frame.key_bytes, first)
             lease.keys += keys
@@ -184,62 +184,61 @@ class NodeLeases:
         lease = self._extend(engine, frame, 4)
         keys = lease.keys[start:] if start else lease.keys
         if lease.is_stale:
-            return self._answer(engine, lease, frame.request, [], ABSENT)
+            return self._answer(engine, lease, frame.request, [], [], ABSENT)
         if frame.flag & protocol.MULTI:
             states = self.manager.pool.states(keys)
             ready = [key for key, state in zip(keys, states, strict=True) if state == READY]
-            return self._answer(engine, lease, frame.request, ready, protocol.PLACES)
+            return self._answer(engine, lease, frame.request, keys, ready, ABSENT)
         num_ready = self.manager.lookup(keys, lease.context)
         if num_ready is None:
-            return self._answer(engine, lease, frame.request, [], ASK_AGAIN)
+            return self._answer(engine, lease, frame.request, [], [], ASK_AGAIN)
         is_coming = self.manager.pool.states(keys[num_ready : num_ready + 1]) == bytes([PENDING])
         ready = keys if num_ready == len(keys) else keys[:num_ready]
-        return self._answer(engine, lease, frame.request, ready, PENDING if is_coming else ABSENT)
+        return self._answer(engine, lease, frame.request, ready, ready, PENDING if is_coming else ABSENT)
 
     def _look_up(self, engine: EngineLeases, frame: Frame) -> bytes:
         """Look up one key of a prompt, in tiers, too."""
         (place,) = struct.unpack("<I", frame.payload)
         lease = self._extend(engine, frame, 4)
-        if place >= len(lease.keys) or lease.is_stale:
-            return self._answer(engine, lease, frame.request, [], ABSENT)
-        key = lease.keys[place]
-        state = self.manager.status(key, lease.context) if isinstance(self.manager, TieredOffloadingManager) else 0
-        return self._answer(engine, lease, frame.request, [key] if state == READY else [], state | protocol.PLACES)
+        keys = [] if lease.is_stale else lease.keys[place : place + 1]
+        state: int = ABSENT
+        if keys and isinstance(self.manager, TieredOffloadingManager):
+            state = self.manager.status(keys[0], lease.context)
+        return self._answer(engine, lease, frame.request, keys, keys if state == READY else [], state)
 
-    def _answer(self, engine: EngineLeases, lease: Lease, request: int, keys: list[bytes], flag: int) -> bytes:
-        """Hold ready blocks for a request, at most half of the pool for an engine, and return the answer."""
+    def _answer(
+        self, engine: EngineLeases, lease: Lease, request: int, asked: list[bytes], keys: list[bytes], state: int
+    ) -> bytes:
+        """Hold ready blocks for a request, at most half of the pool for an engine, and return the answer.
+
+        `keys` are those of `asked` that are ready, `state` is that of the block behind them.
+        """
         if lease.held_keys and keys:
             held = set(lease.held_keys)
             keys = [key for key in keys if key not in held]
-            flag |= protocol.PLACES
         room = self._limit - engine.num_held - len(engine.writing)
         if len(keys) > room:
             # Another request of the engine may hold a block already.
             is_new = engine.counts[self.manager.pool.locate(keys)] == 0
             num_fit = int(np.count_nonzero(np.cumsum(is_new) <= room))
-            keys, flag = keys[:num_fit], flag if num_fit == len(keys) else flag & protocol.PLACES
+            keys, state = keys[:num_fit], state if num_fit == len(keys) else ABSENT
         if not keys:
-            return pack(protocol.HELD, flag, request, struct.pack("<I", 0))
+            return pack(protocol.HELD, state, request, struct.pack("<I", 0))
         try:
             slots = self.manager.prepare_load(keys, lease.context).block_ids  # type: ignore[attr-defined]
         except KeyError:  # a reset is under way
-            return pack(protocol.HELD, flag & protocol.PLACES, request, struct.pack("<I", 0))
+            return pack(protocol.HELD, ABSENT, request, struct.pack("<I", 0))
         self._hold(engine, lease, keys, slots, is_pinned=True)
         num_shared = int(np.count_nonzero(self.ledger.writer[slots] != engine.number))
         engine.num_shared_hits += num_shared
-        payload = struct.pack("<I", num_shared)
-        if flag & protocol.PLACES:
-            place_of = {key: place for place, key in enumerate(lease.keys)}
-            payload += np.array([place_of[key] for key in keys], "<i4").tobytes()
-        return pack(protocol.HELD, flag, request, payload + slots.astype("<i4").tobytes())
+        payload = struct.pack("<I", num_shared) + _slots_of(asked, keys, slots)
+        return pack(protocol.HELD, state, request, payload)
 
     def _offer(self, engine: EngineLeases, frame: Frame) -> bytes:
         """Reserve slots for the absent blocks of a store, and for any later blocks: the flag counts their names."""
         offered, _ = unpack_keys(frame.payload, frame.key_bytes)
         keys = offered[: len(offered) - frame.flag]
-        lease = engine.leases.get(frame.request)
-        if lease is None:
-            lease = engine.leases[frame.request] = Lease()
+        lease = engine.leases[frame.request]
         output = grants = None
         pool = self.manager.pool
         if len(keys) + engine.num_held + len(engine.writing) <= self._limit:
@@ -252,7 +251,7 @@ class NodeLeases:
             finally:
                 self._hooks.writer = OWNER
         if output is None:
-            return pack(protocol.SLOTS, 2, frame.request)
+            return pack(protocol.SLOTS, 1, frame.request)
         self.manager.reorder(lease.read_ends())
         taken = output.keys_to_store
         slots = output.store_spec.block_ids  # type: ignore[attr-defined]
@@ -260,11 +259,7 @@ class NodeLeases:
             taken = taken + grants.keys_to_store
             slots = np.concatenate([slots, grants.store_spec.block_ids])  # type: ignore[attr-defined]
         engine.writing.update(zip(slots.tolist(), taken, strict=True))
-        if len(taken) == len(offered):
-            return pack(protocol.SLOTS, 0, frame.request, slots.astype("<i4").tobytes())
-        place_of = {key: place for place, key in reversed([*enumerate(offered)])}
-        places = [place_of[key] for key in taken]
-        return pack(protocol.SLOTS, 1, frame.request, np.array([*places, *slots.tolist()], "<i4").tobytes())
+        return pack(protocol.SLOTS, 0, frame.request, _slots_of(offered, taken, slots))
 
     def _end_stores(
         self, engine: EngineLeases, slots: list[int], names: list[bytes], context: ReqContext | None, success: bool
@@ -352,3 +347,11 @@ class NodeLeases:
             # Stores that ended since `forget`.
             self.ledger.unread(np.flatnonzero(engine.counts == 0), engine.number)
         return num_leases
+
+
+def _slots_of(asked: list[bytes], keys: list[bytes], slots: np.ndarray[Any, Any]) -> bytes:
+    """Return the slot of each key of `asked`: `keys` have `slots`; other keys, and repeated ones, have -1."""
+    if len(keys) < len(asked):
+        slot_of = dict(zip(keys, slots.tolist(), strict=True))
+        slots = np.array([slot_of.pop(key, -1) for key in asked])
+    return slots.astype("<i4").tobytes()

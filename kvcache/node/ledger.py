@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,14 @@ def _slot_fields(buffer: Any, num_slots: int) -> dict[str, Any]:
         fields[name] = np.frombuffer(buffer, kind, num_slots, start)
         start += fields[name].nbytes
     return fields
+
+
+class Process(NamedTuple):
+    """A process of an engine; rank -1 is its scheduler."""
+
+    pid: int
+    engine: int
+    rank: int
 
 
 class Ledger:
@@ -122,19 +130,20 @@ class Ledger:
         """Return the keys of slots."""
         return [self.key[slot].item()[: self.key_bytes[slot]] for slot in slots]
 
-    def add_process(self, pid: int, engine: int, rank: int) -> None:
-        """Record a process of an engine; rank -1 is the scheduler. ValueError: there are too many."""
+    def add_process(self, process: Process) -> None:
+        """Record a process of an engine. ValueError: there are too many."""
         free = np.flatnonzero(self.processes["pid"] == 0)
         if not len(free):
             raise ValueError(f"a node's pool has at most {MAX_PROCESSES} processes of engines")
         row = self.processes[free[0] : free[0] + 1]
-        row["start"], row["engine"], row["rank"] = start_ticks(pid), engine, rank
-        row["pid"] = pid
+        row["start"], row["engine"], row["rank"] = start_ticks(process.pid), process.engine, process.rank
+        row["pid"] = process.pid
 
-    def drop_process(self, pid: int, engine: int, rank: int) -> None:
+    def drop_process(self, process: Process) -> None:
         """Forget a process of an engine."""
         rows = self.processes
-        rows["pid"][(rows["pid"] == pid) & (rows["engine"] == engine) & (rows["rank"] == rank)] = 0
+        is_same = (rows["pid"] == process.pid) & (rows["engine"] == process.engine) & (rows["rank"] == process.rank)
+        rows["pid"][is_same] = 0
 
     def drop_engine(self, engine: int) -> None:
         """Forget an engine and its processes; its blocks stay."""
@@ -154,62 +163,49 @@ class Ledger:
                 self.drop_engine(engine)
 
 
-def _head_of(path: Path) -> tuple[bytes, int, bytes, int]:
-    with path.open("rb") as file:
-        head: tuple[bytes, int, bytes, int] = _HEAD.unpack(file.read(_HEAD.size).ljust(_HEAD.size, b"\0"))
-    return head
+class LedgerFile(NamedTuple):
+    """What a ledger's file says: why it is not a whole ledger, or "", and of a whole one the rest.
+
+    `identity` is that of the pool, `processes` are the recorded processes that still run.
+    """
+
+    fault: str
+    identity: dict[str, Any]
+    processes: list[Process]
 
 
-def fault_of(path: Path) -> str:
-    """Return why a file is not a whole ledger, or ""."""
+def read_ledger(path: Path) -> LedgerFile:
+    """Read a ledger without changing it."""
     if not path.exists():
-        return "missing"
-    magic, length, _, num_text = _head_of(path)
-    if magic != _MAGIC:
-        return "of another version" if magic.startswith(_MAGIC[:6]) else "not a ledger"
-    if path.stat().st_size != length or num_text > _IDENTITY_BYTES:
-        return "truncated"
-    # A new owner must not fail on flipped bytes. One in a key only makes a block that no engine asks for.
+        return LedgerFile("missing", {}, [])
     with path.open("rb") as file:
+        magic, length, _, num_text = _HEAD.unpack(file.read(_HEAD.size).ljust(_HEAD.size, b"\0"))
+        if magic != _MAGIC:
+            return LedgerFile("of another version" if magic.startswith(_MAGIC[:6]) else "not a ledger", {}, [])
+        if path.stat().st_size != length or num_text > _IDENTITY_BYTES:
+            return LedgerFile("truncated", {}, [])
         mapping = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ)
+    # A new owner must not fail on flipped bytes. One in a key only makes a block that no engine asks for.
+    identity = None
+    with suppress(ValueError):
+        identity = json.loads(mapping[_HEAD.size : _HEAD.size + num_text])
     slots = _slot_fields(mapping, (length - _FIRST_SLOT) // _SLOT_BYTES)
     rows = np.frombuffer(mapping, _PROCESS, MAX_PROCESSES, _FIRST_PROCESS)
     is_used = slots["state"] != ABSENT
     keys = slots["key"][is_used].tolist()
+    rows = rows[rows["pid"] != 0]
     is_whole = (
-        _is_mapping(mapping[_HEAD.size : _HEAD.size + num_text])
+        isinstance(identity, dict)
         and (slots["state"] <= max(PENDING, READY)).all()
         and (slots["stamp"] < 1 << 63).all()
         and np.isin(slots["key_bytes"][is_used], range(1, MAX_KEY_BYTES + 1)).all()
         and len(set(keys)) == len(keys)
-        and np.isin(rows["engine"][rows["pid"] != 0], range(MAX_ENGINES)).all()
+        and np.isin(rows["engine"], range(MAX_ENGINES)).all()
     )
-    return "" if is_whole else "damaged"
-
-
-def _is_mapping(text: bytes) -> bool:
-    with suppress(ValueError):
-        return isinstance(json.loads(text), dict)
-    return False
-
-
-def identity_of(path: Path) -> dict[str, Any]:
-    """Return the identity of the pool of a whole ledger."""
-    with path.open("rb") as file:
-        file.seek(_HEAD.size)
-        identity: dict[str, Any] = json.loads(file.read(_head_of(path)[3]))
-    return identity
-
-
-def living_processes(path: Path) -> list[tuple[int, int, int]]:
-    """Return pid, engine and rank of the recorded processes of a whole ledger that still run."""
-    rows = np.fromfile(path, _PROCESS, MAX_PROCESSES, offset=_FIRST_PROCESS)
-    rows = rows[rows["pid"] != 0]
-    return [
-        (int(row["pid"]), int(row["engine"]), int(row["rank"]))
-        for row in rows
-        if start_ticks(int(row["pid"])) == row["start"]
-    ]
+    if not is_whole:
+        return LedgerFile("damaged", {}, [])
+    processes = [Process(pid, *member) for pid, start, *member in rows.tolist() if start_ticks(pid) == start]
+    return LedgerFile("", identity or {}, processes)
 
 
 class PoolLedger:

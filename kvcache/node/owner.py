@@ -28,7 +28,7 @@ from kvcache.assembly.assemble import OffloadSettings, open_manager
 from kvcache.metrics import EngineStats, OwnerStats, Part
 from kvcache.node import protocol
 from kvcache.node.leases import EngineLeases, NodeLeases
-from kvcache.node.ledger import MAX_ENGINES, MAX_PROCESSES, Ledger, fault_of, identity_of, living_processes
+from kvcache.node.ledger import MAX_ENGINES, MAX_PROCESSES, Ledger, Process, read_ledger
 from kvcache.node.protocol import Frame, FrameReader, differences, pack, unpack_hello
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.transfer.free_memory import check_memory
@@ -53,13 +53,6 @@ class Connection:
         self.engine: EngineLeases | None = None
 
 
-class Process:
-    """A process of an engine; rank -1 is its scheduler."""
-
-    def __init__(self, pid: int, engine: int, rank: int) -> None:
-        self.pid, self.engine, self.rank = pid, engine, rank
-
-
 class NodePool:
     """The memory, the ledger and the manager of a node's pool, as the first engine's greeting describes them.
 
@@ -72,10 +65,10 @@ class NodePool:
         num_blocks, block_bytes, block_size = (identity[name] for name in ("num_blocks", "block_bytes", "block_size"))
         settings = OffloadSettings.parse_part(options)
         pool_path, ledger_path = self._paths
-        reason = fault_of(ledger_path)
-        if not reason and (problems := differences(identity_of(ledger_path), self.identity)):
+        reason, old_identity, self.processes = read_ledger(ledger_path)
+        if not reason and (problems := differences(old_identity, self.identity)):
             # Living engines map the old memory and would read the blocks of another model from it.
-            if living_processes(ledger_path):
+            if self.processes:
                 raise ValueError("; ".join(problems))
             reason = "of another model or size"
         if not pool_path.exists() or pool_path.stat().st_size != num_blocks * block_bytes:
@@ -83,6 +76,7 @@ class NodePool:
         if reason:
             if reason != "missing":
                 _LOG.warning("the pool in %s starts empty: its ledger is %s", folder, reason)
+            self.processes = []
             self.unlink()
             check_memory(num_blocks * block_bytes)
         self.shared = SharedBlocks(pool_path, num_blocks, block_bytes, is_owner=False)
@@ -92,8 +86,7 @@ class NodePool:
                 stack.callback(self.unlink)
             stack.callback(self.shared.close)
             self.ledger = Ledger(ledger_path, num_blocks, self.identity)
-            self.processes = living_processes(ledger_path)
-            engines = {engine for _, engine, _ in self.processes}
+            engines = {process.engine for process in self.processes}
             self.ledger.drop_dead(engines)
             self.manager = open_manager(
                 settings,
@@ -257,8 +250,7 @@ class Owner:
     def _refuse_unread(self, error: OSError) -> None:
         """Close the next connection by means of the spare file descriptor: one that waits would wake every poll."""
         os.close(self._spare_fd)
-        with suppress(OSError):
-            self._listener.accept()[0].close()
+        with suppress(OSError), self._listener.accept()[0]:
             _LOG.warning("a client of %s is refused: %s", self.folder, error)
             self.stats["refused_clients"] += 1
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -346,7 +338,7 @@ class Owner:
         assert self.pool is not None
         if hello["rank"] < 0:
             leases = self.pool.leases
-            engine = leases.engines.get(number) or leases.add_engine(number)
+            engine = leases.add_engine(number)
             for other in list(self._by_fd.values()):
                 # Messages that it sent before it lost the connection must not apply after its own list.
                 if isinstance(other, Connection) and other.engine is engine and other is not connection:
@@ -392,9 +384,10 @@ class Owner:
                     f"the workers of ranks {sorted(missing)} do not map this pool: one machine, one node_pool"
                 )
             # In the ledger before the answer: the next owner must know each process that may hold leases.
-            ledger.add_process(pid, number, rank)
+            process = Process(pid, number, rank)
+            ledger.add_process(process)
             ledger.names[number] = name
-            self._watch(connection.pidfd, Process(pid, number, rank))
+            self._watch(connection.pidfd, process)
             connection.pidfd = -1
         return number, is_known
 
@@ -411,9 +404,9 @@ class Owner:
             self.pool = pool
             if pool.manager.telemetry is not None:
                 pool.manager.telemetry.sources.append(self.parts)
-            for pid, engine, rank in pool.processes:
+            for process in pool.processes:
                 with suppress(ProcessLookupError):
-                    self._watch(os.pidfd_open(pid), Process(pid, engine, rank))
+                    self._watch(os.pidfd_open(process.pid), process)
             for engine in set(pool.leases.engines).difference(self._living_engines()):
                 pool.leases.bury(engine)
 
@@ -433,13 +426,10 @@ class Owner:
         pool, number = self.pool, process.engine
         if pool is None:
             return
-        pool.ledger.drop_process(process.pid, number, process.rank)
+        pool.ledger.drop_process(process)
         if number in self._living_engines():
             return
-        engine = pool.leases.engines.get(number)
-        if engine is None:
-            pool.ledger.drop_engine(number)
-            return
+        engine = pool.leases.add_engine(number)
         for other in list(self._by_fd.values()):
             # Messages of a dead engine would apply to slots that belong to others by then.
             if isinstance(other, Connection) and other.engine is engine:
@@ -456,7 +446,7 @@ def _remove_dead_pools(parent: Path) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 pool, ledger = folder / "pool", folder / "ledger"
-                if os.fstat(lock).st_size == 0 and (fault_of(ledger) or not living_processes(ledger)):
+                if os.fstat(lock).st_size == 0 and not read_ledger(ledger).processes:
                     remove_unmapped(pool)
                     if not pool.exists():
                         ledger.unlink(missing_ok=True)

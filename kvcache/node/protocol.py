@@ -7,9 +7,7 @@ checked before a payload is read, so a broken client costs the owner one connect
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcache.options import without_secrets
-from kvcache.transfer.shared_file import private_folder
+from kvcache.transfer.shared_file import make_private, private_folder
 
 VERSION = 1
 HEAD = struct.Struct("<IBBHI")
@@ -29,8 +27,9 @@ MAX_FRAME_BYTES = 64 << 20
 MAX_KEY_BYTES = 36
 HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, LOOKUP, RELEASE = range(1, 9)
 OFFER, SLOTS, STORED, END, RESET, STATS, DONE = range(9, 16)
-# A flag of ACQUIRE, and one of HELD; the lowest two bits of HELD are the state of the block behind those that are held.
-MULTI, PLACES = 1, 4
+# A flag of ACQUIRE. That of HELD is the state of the block behind those that are held, and that of SLOTS is 1 if the
+# store is refused. Both answers have the slot of each block that was asked for, and -1 for a block that gets none.
+MULTI = 1
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -146,12 +145,7 @@ def node_folder(name: str, parent: Path = Path("/dev/shm")) -> Path:
     ValueError: the name is invalid, or the folder belongs to another user, is open to others, or is not a folder.
     """
     check_name(name)
-    folder = private_folder(parent) / f"node-{name}"
-    folder.mkdir(0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ValueError(f"{folder} must be a folder of user {os.geteuid()} that is closed to others")
-    return folder
+    return make_private(private_folder(parent) / f"node-{name}")
 
 
 def start_ticks(pid: int) -> int:

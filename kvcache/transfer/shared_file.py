@@ -47,7 +47,11 @@ def private_folder(parent: Path = Path("/dev/shm")) -> Path:
 
     ValueError if it belongs to another user, is open to others, or is not a folder.
     """
-    folder = _folder_of_user(parent)
+    return make_private(_folder_of_user(parent))
+
+
+def make_private(folder: Path) -> Path:
+    """Create a folder for this user only, unless it exists; ValueError as of `private_folder`."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(0o700)

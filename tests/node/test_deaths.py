@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 from node_harness import BLOCK_BYTES, prompt, turn
 
-from kvcache.node.owner import Process
+from kvcache.node.ledger import Process
 
 ENGINE = f"""
 import os, signal, sys
