@@ -34,7 +34,6 @@ class LocalServer(ThreadingMixIn, TCPServer):
         self.address_family = family
         self.num_dropped = 0
         self.num_threads = 0
-        self.is_stopping = False
         self._since_s: dict[Any, float] = {}  # of clients that are not dropped, oldest first
         self._changed = threading.Condition()  # guards all of these, and is notified when a thread ends
         self._thread: Background | None = None
@@ -61,7 +60,6 @@ class LocalServer(ThreadingMixIn, TCPServer):
         A forked child has no threads: it only closes its copy of the socket.
         """
         if self.is_serving:
-            self.is_stopping = True
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
             self.shutdown()

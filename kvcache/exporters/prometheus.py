@@ -1,13 +1,11 @@
 """Prometheus: all counters and gauges, under Prometheus' conventions, as a collector over snapshots.
 
-A thread of the exporter takes a snapshot and writes a page; the scheduler's thread has no part in a scrape. One page is
-made at a time, and meanwhile other clients get the last one. Register the collector in your own registry, or serve it
-with `start_server`.
+Threads of the exporter take snapshots and write pages, one at a time; the scheduler's thread has no part in a scrape.
+Register the collector in your own registry, or serve it with `start_server`.
 """
 
 from __future__ import annotations
 
-import gzip
 import socket
 import threading
 from collections.abc import Iterable, Iterator
@@ -17,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder, gzip_accepted
 from prometheus_client.registry import Collector
 
 from kvcache.control.telemetry import Exporter
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
 PREFIX = "kvcache_"
 DEFAULT_PORT = 9464
 _MAX_PORT = (1 << 16) - 1
-_MAX_FORMATS = 4
 _FAMILIES: dict[str, Any] = {
     "counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily
 }  # fmt: skip
@@ -167,53 +163,6 @@ def start_server(telemetry: Telemetry, port: int = DEFAULT_PORT, host: str = "12
     return exporter
 
 
-class _Server(LocalServer):
-    """Makes pages, one at a time: more would compete with the scheduler for the interpreter's lock."""
-
-    def __init__(self, family: socket.AddressFamily, address: Any, registry: CollectorRegistry) -> None:
-        super().__init__(family, address, _Handler)
-        self._registry = registry
-        self._making = threading.Lock()
-        self._pages: dict[tuple[str, bool], bytes] = {}
-
-    def page(self, accept: str, accept_encoding: str) -> tuple[dict[str, str], bytes]:
-        """Return headers and body: a new page, or while one is being made, the last one.
-
-        A client of the first page waits. OSError: the server stops.
-        """
-        encoder, content_type = choose_encoder(accept)
-        is_packed = gzip_accepted(accept_encoding)
-        headers = {"Content-Type": content_type, **({"Content-Encoding": "gzip"} if is_packed else {})}
-        last_page = self._pages.get((content_type, is_packed))
-        if not self._making.acquire(blocking=last_page is None) and last_page is not None:
-            return headers, last_page
-        try:
-            if self.is_stopping:
-                raise ConnectionAbortedError("the server stops")
-            if last_page is None and (page := self._pages.get((content_type, is_packed))):
-                return headers, page  # it was made while this client waited
-            text = encoder(self._registry)
-            page = gzip.compress(text) if is_packed else text
-            if len(self._pages) >= _MAX_FORMATS:  # clients choose the text of a format's name
-                self._pages.clear()
-            self._pages[content_type, is_packed] = page
-            return headers, page
-        finally:
-            self._making.release()
-
-
-class _Handler(MetricsHandler):
-    server: _Server
-
-    def do_GET(self) -> None:  # noqa: N802
-        headers, page = self.server.page(self.headers.get("Accept", ""), self.headers.get("Accept-Encoding", ""))
-        self.send_response(200)
-        for name, text in headers.items():
-            self.send_header(name, text)
-        self.end_headers()
-        self.wfile.write(page)
-
-
-def _listen(host: str, port: int, registry: CollectorRegistry) -> _Server:
+def _listen(host: str, port: int, registry: CollectorRegistry) -> LocalServer:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return _Server(family, address, registry)
+    return LocalServer(family, address, MetricsHandler.factory(registry))

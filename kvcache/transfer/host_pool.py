@@ -43,9 +43,6 @@ _MADV_POPULATE_WRITE = 23
 _LIBC = ctypes.CDLL(None)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-Progress = Callable[[str, int, int], None]
-"""Called with the step (``"touch"`` or ``"pin"``), the bytes done and the bytes in total."""
-
 
 class HostPool:
     """Blocks of host memory, each one contiguous.
@@ -59,13 +56,6 @@ class HostPool:
     pin : bool, optional
         Whether to page-lock the memory for an accelerator; None: if the machine has one. If the lock is refused, the
         pool warns once and stays unpinned.
-    align_bytes : int
-        Every block starts at a multiple of it; with 4096, direct I/O can write blocks to disk.
-    num_threads : int, optional
-        Threads that touch the first piece; None: one per CPU of this process, at most 16. One thread touches the rest,
-        without pins not before blocks near them are copied (`note_use`).
-    progress : callable, optional
-        Called after each piece that is touched or pinned, for later pieces in the background thread.
     device : torch.device, optional
         The accelerator's device that copies the blocks; None: the current one.
 
@@ -105,7 +95,6 @@ class HostPool:
     pin_failures = 0
     _preparation: Background | None = None
     _wanted_bytes = 0
-    _progress: Progress | None = None
 
     def __init__(
         self,
@@ -113,35 +102,18 @@ class HostPool:
         block_bytes: int,
         pin: bool | None = None,
         *,
-        align_bytes: int = 1,
-        num_threads: int | None = None,
-        progress: Progress | None = None,
         device: torch.device | None = None,
     ) -> None:
-        for name, value in (("num_blocks", num_blocks), ("block_bytes", block_bytes), ("align_bytes", align_bytes)):
-            check_int(name, value)
-        if mmap.PAGESIZE % align_bytes:
-            raise ValueError(f"align_bytes must divide {mmap.PAGESIZE}, got {align_bytes}")
-        self.num_blocks = num_blocks
-        self.block_bytes = block_bytes
-        self.stride_bytes = -(-block_bytes // align_bytes) * align_bytes
-        num_bytes = num_blocks * self.stride_bytes
+        self.num_blocks = check_int("num_blocks", num_blocks)
+        self.block_bytes = self.stride_bytes = check_int("block_bytes", block_bytes)
+        num_bytes = num_blocks * block_bytes
         check_memory(num_bytes)
         self.flat = _map(num_bytes)
-        self.tensor = self.flat.view(num_blocks, self.stride_bytes)[:, :block_bytes]
-        self.prepare(pin, device, progress, num_threads)
+        self.tensor = self.flat.view(num_blocks, block_bytes)
+        self.prepare(pin, device)
 
-    def prepare(
-        self,
-        pin: bool | None,
-        device: torch.device | None,
-        progress: Progress | None = None,
-        num_threads: int | None = None,
-    ) -> None:
-        """Touch and pin the first piece, and start a thread for the others.
-
-        Constructors pass their `pin`, `device`, `progress` and `num_threads`.
-        """
+    def prepare(self, pin: bool | None, device: torch.device | None) -> None:
+        """Touch and pin the first piece, and start a thread for the others; `pin` and `device` as for a pool."""
         device = pinning.accelerator() if device is None else device
         self.device = None if device is None or device.type == "cpu" else device
         self._node = None if self.device is None else numa.device_node(self.device)
@@ -151,12 +123,12 @@ class HostPool:
         # Memory that a background thread may not lock while an engine captures graphs is locked now, all of it.
         first_bytes = self.num_bytes if pins and not pinning.can_lock_beside_captures(self.device) else self.piece_bytes
         first_bytes = first_bytes if pins else min(first_bytes, _START_BYTES)
-        num_threads = min(16, len(os.sched_getaffinity(0))) if num_threads is None else num_threads
+        num_threads = min(16, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(num_threads, initializer=numa.run_on_node, initargs=(self._node,)) as threads:
-            self._touch(first_bytes, progress, threads.map)
+            self._touch(first_bytes, threads.map)
         if pins:
-            self.pin(progress, first_bytes)
-        self._pins, self._progress = pins, progress
+            self.pin(first_bytes)
+        self._pins = pins
         _LOG.info("%s", self.describe())
         if self.touched_bytes == self.num_bytes:
             self._is_ready.set()
@@ -189,9 +161,9 @@ class HostPool:
         try:
             while not (stopping.is_set() or self._has_prepared()):
                 end = self.touched_bytes + self.piece_bytes
-                self._touch(end, self._progress)
+                self._touch(end)
                 if self._pins and not self.pin_failures:
-                    self.pin(self._progress, end)
+                    self.pin(end)
             _LOG.info("%s, in %.1f s beside the engine", self.describe(), time.monotonic() - started_s)
         finally:
             if stopping.is_set() or self._wanted_bytes == self.num_bytes:
@@ -205,13 +177,11 @@ class HostPool:
                 self._preparation = None
             return is_done
 
-    def _touch(self, end: int, progress: Progress | None, run: Callable[..., Iterable[None]] = map) -> None:
+    def _touch(self, end: int, run: Callable[..., Iterable[None]] = map) -> None:
         """Touch the memory from `touched_bytes` to `end`; `run` is the `map` of the threads that do it."""
         end = min(end, self.num_bytes)
         list(run(self._back, range(self.touched_bytes, end, _PART_BYTES), repeat(end)))
         self.touched_bytes = end
-        if progress is not None:
-            progress("touch", end, self.num_bytes)
 
     def _back(self, first: int, end: int) -> None:
         """Back a part with pages without a change to its bytes, because blocks may lie there already."""
@@ -248,7 +218,7 @@ class HostPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole pool, including alignment."""
+        """Bytes of the whole pool."""
         return self.flat.numel()
 
     @property
@@ -269,11 +239,9 @@ class HostPool:
 
     def block(self, block_id: int) -> torch.Tensor:
         """Return the block in slot `block_id` as an int8 tensor, shape (block_bytes,); no copy."""
-        return self.tensor[self._checked(block_id)]
-
-    def buffer(self, block_id: int) -> memoryview:
-        """Return the block in slot `block_id` as a writable buffer of unsigned bytes; no copy."""
-        return memoryview(self.array[self._checked(block_id)]).cast("B")
+        if isinstance(block_id, bool) or not isinstance(block_id, Integral) or not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block_id must be in 0..{self.num_blocks - 1}, got {block_id!r}")
+        return self.tensor[block_id]
 
     def parts(self, first: int, stop: int) -> list[torch.Tensor]:
         """Return the bytes of the blocks from `first` to before `stop` as flat int8 tensors; no copy.
@@ -302,13 +270,8 @@ class HostPool:
         if getattr(self, "pinned_bytes", 0):
             self.close()
 
-    def _checked(self, block_id: int) -> int:
-        if isinstance(block_id, bool) or not isinstance(block_id, Integral) or not 0 <= block_id < self.num_blocks:
-            raise ValueError(f"block_id must be in 0..{self.num_blocks - 1}, got {block_id!r}")
-        return block_id
-
-    def pin(self, progress: Progress | None = None, end: int | None = None) -> None:
-        """Page-lock the pieces that start before byte `end` (None: all), and report each to `progress`.
+    def pin(self, end: int | None = None) -> None:
+        """Page-lock the pieces that start before byte `end` (None: all).
 
         If that is refused, warn once and leave the rest unpinned.
         """
@@ -326,8 +289,6 @@ class HostPool:
                 )
                 return
             self.pinned_bytes += num_bytes
-            if progress is not None:
-                progress("pin", self.pinned_bytes, self.num_bytes)
 
 
 def _map(num_bytes: int) -> torch.Tensor:

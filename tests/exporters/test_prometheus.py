@@ -228,21 +228,7 @@ class SlowSource:
         return []
 
 
-def test_page_under_way_serves_last_page(telemetry: Telemetry) -> None:
-    exporter = start_server(telemetry, 0)
-    page = fetch(exporter.address)
-    source = SlowSource()
-    telemetry.sources.append(source)
-    maker = threading.Thread(target=fetch, args=(exporter.address,))
-    maker.start()
-    assert source.started.acquire(timeout=60)
-    assert [fetch(exporter.address) for _ in range(50)] == [page] * 50
-    source.may_end.set()
-    maker.join()
-    assert source.most_inside == 1
-
-
-def test_first_page_bounds_waiting_threads(telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_page_bounds_waiting_threads(telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalServer, "wait_s", 0.0)
     source = SlowSource()
     telemetry.sources.append(source)
