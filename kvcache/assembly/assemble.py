@@ -328,14 +328,13 @@ def open_store(
     settings: TierSettings,
     block_bytes: int,
     fingerprint: Mapping[str, Any],
-    rank: str | None = None,
     labels: Labels = (("tier", "0"),),
     on_change: Callable[[list[bytes], list[bytes]], None] | None = None,
 ) -> KeyedStore:
     """Open a tier that an engine drives without our manager, for blocks of `block_bytes`; see `KeyedStore`.
 
-    `fingerprint` identifies the model and geometry of the blocks, `rank` replaces ``{rank}`` in the tier's path, and
-    metrics have the `labels`. ValueError: the tier cannot be opened.
+    `fingerprint` identifies the model and geometry of the blocks, and metrics have the `labels`.
+    ValueError: the tier cannot be opened.
     """
     identity = {**fingerprint, "block_bytes": block_bytes}
     options: Any = settings.options
@@ -343,7 +342,7 @@ def open_store(
         # The backends of these engines read through the page cache, too. It needs no staging row and no I/O thread.
         settings = replace(settings, options=replace(options, page_cache=True))
     return KeyedStore(
-        lambda rows: open_tiers((settings,), rows, identity, rank)[0], block_bytes, labels=labels, on_change=on_change
+        lambda rows: open_tiers((settings,), rows, identity)[0], block_bytes, labels=labels, on_change=on_change
     )
 
 

@@ -26,20 +26,10 @@ if TYPE_CHECKING:
 class GenericBlockCache:
     """The batch operations of a policy that implements only the five primitives, over a backend's blocks.
 
-    Parameters
-    ----------
-    policy : CachePolicy
-        An empty policy. From now on, only this cache may call it.
-    backend : Backend
-        Allocates the blocks.
-    capacity : int
-        Capacity of both in blocks.
-    on_evicted : callable, optional
-        If the policy or the backend fails after an operation has evicted keys, called with those keys. The operation
-        itself then returns nothing.
+    `policy` is empty, and only this cache calls it. `backend` allocates the blocks, and both hold `capacity` blocks. If
+    one of them fails after an operation has evicted keys, the operation returns nothing, and these keys are passed to
+    `on_evicted`.
 
-    Notes
-    -----
     Policy and backend may be foreign code and may raise anywhere. This class keeps its own record of resident blocks
     and does not query the policy. Every operation keeps the record consistent: a key has a slot and is
     counted, or neither.

@@ -11,16 +11,10 @@ if TYPE_CHECKING:
 
 
 class PoolClock:
-    """Seconds since the first use of a clock that may not go back; unused until `is_needed`.
+    """Seconds since the first use of a clock, `read`, that may not go back; unused until `is_needed`.
 
-    Parameters
-    ----------
-    read : callable
-        Returns seconds.
-    max_raised : int
-        Blocks of the cache that may have a raised priority at once.
-    policy_reads_clock : bool
-        A clock that goes back is then no error: time stands still.
+    At most `max_raised` blocks of the cache may have a raised priority at once. With `policy_reads_clock`, a clock that
+    goes back is no error: time stands still.
     """
 
     def __init__(self, read: Callable[[], float], max_raised: int, policy_reads_clock: bool) -> None:
@@ -35,13 +29,7 @@ class PoolClock:
         self._now_s: float | None = None
 
     def start(self) -> None:
-        """Begin to count, unless the clock has been read before.
-
-        Raises
-        ------
-        ValueError
-            The clock gave no finite number.
-        """
+        """Begin to count, unless the clock has been read before; ValueError if it gives no finite number."""
         if self._now_s is None:
             now_s = self.read()
             if not math.isfinite(now_s):
@@ -50,13 +38,7 @@ class PoolClock:
             self.is_needed = True
 
     def advance(self, cache: BlockCacheOps) -> None:
-        """Read the clock and set the time of `cache`.
-
-        Raises
-        ------
-        ValueError
-            The clock went back, or gave no finite number.
-        """
+        """Read the clock and set the time of `cache`; ValueError if it went back, or gave no finite number."""
         before_s = self._now_s
         if before_s is None:
             self.start()

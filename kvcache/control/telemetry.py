@@ -33,20 +33,10 @@ Source = Callable[[], Iterable[Part]]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All statistics at one moment.
+    """All statistics at one moment, `time_s` seconds since the epoch and `uptime_s` since the telemetry was created.
 
-    Parameters
-    ----------
-    time_s : float
-        Seconds since the epoch.
-    uptime_s : float
-        Seconds since the telemetry was created.
-    labels : tuple of (str, str)
-        Labels of this engine: engine, rank, policy.
-    block_size, block_bytes : int
-        Tokens and bytes of one block; 0: unknown.
-    parts : tuple of Part
-        The components.
+    `labels` are those of this engine: engine, rank, policy. A block has `block_size` tokens and `block_bytes` bytes; 0:
+    unknown. `parts` are the components.
     """
 
     time_s: float
@@ -203,17 +193,9 @@ class JobTracer(Exporter):
 
 
 class Command(ABC):
-    """One command, created at its first request and kept until the server closes.
+    """One command over an engine's `telemetry`, created at its first request and kept until the server closes.
 
-    Parameters
-    ----------
-    telemetry : Telemetry
-        The engine's telemetry.
-
-    Attributes
-    ----------
-    options : type of Options
-        The options of `run`. Other options are rejected.
+    The class attribute `options` declares the options of `run`. Other options are rejected.
     """
 
     options: ClassVar[type[Options]] = Options
@@ -223,22 +205,9 @@ class Command(ABC):
 
     @abstractmethod
     def run(self, **options: Any) -> Any:
-        """Answer one request, in a thread of the server.
+        """Answer one request with its parsed `options`, in a thread of the server; return JSON types only.
 
-        Parameters
-        ----------
-        **options
-            The options as parsed by `options`.
-
-        Returns
-        -------
-        object
-            JSON types only.
-
-        Raises
-        ------
-        ValueError, OSError
-            The request cannot be answered. The message is sent to the client.
+        ValueError and OSError: the request cannot be answered. The message is sent to the client.
         """
 
     def close(self) -> None:  # noqa: B027

@@ -50,13 +50,7 @@ class PrometheusOptions(Options):
 
 
 class TelemetryCollector(Collector):
-    """A collector for a registry of `prometheus_client`.
-
-    Parameters
-    ----------
-    telemetry : Telemetry
-        Its labels, such as engine, rank and policy, are labels of every sample.
-    """
+    """A collector for a registry of `prometheus_client`; the labels of `telemetry` are labels of every sample."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self.telemetry = telemetry
@@ -149,14 +143,9 @@ class PrometheusExporter(Exporter):
 
 
 def start_server(telemetry: Telemetry, port: int = DEFAULT_PORT, host: str = "127.0.0.1") -> PrometheusExporter:
-    """Serve ``/metrics`` of an engine; close the returned exporter, or let ``telemetry.close()`` close it.
+    """Serve ``/metrics`` of an engine at the `address` of the returned exporter; see `PrometheusExporter`.
 
-    The parameters and errors are those of `PrometheusExporter`.
-
-    Returns
-    -------
-    PrometheusExporter
-        Its `address` is the URL.
+    Close the exporter, or let ``telemetry.close()`` close it.
     """
     exporter = PrometheusExporter(telemetry, port, host)
     telemetry.exporters.append(exporter)

@@ -49,16 +49,9 @@ _TIERED_METHODS = (*_METHODS, "on_schedule_end", "is_coming", "report_prefills")
 class RecorderStats:
     """Counters of a recorder.
 
-    Parameters
-    ----------
-    num_records : int
-        Number of records.
-    num_lost : int
-        Lost records: the file was too slow or failed, or the record was longer than half of `max_bytes`.
-    num_bytes : int
-        Bytes written to files, including deleted files.
-    error : str
-        Why writing has stopped; empty if it has not.
+    `num_records` counts records, and `num_lost` lost ones: the file was too slow or failed, or the record was longer
+    than half of the recorder's `max_bytes`. `num_bytes` were written, also to files that are deleted. `error` says why
+    writing has stopped; empty if it has not.
     """
 
     num_records: int

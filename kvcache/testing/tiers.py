@@ -150,97 +150,14 @@ class ManualTier(Tier):
         self.pending.clear()
 
 
-class ThrottledTier(ManualTier):
-    """A tier behind a link with a latency and a rate, on a clock that the test controls.
-
-    Jobs use the link one at a time. Stores take no time.
-
-    Parameters
-    ----------
-    num_blocks : int
-        Capacity in blocks.
-    latency_s : float
-        Seconds before the first byte of a load.
-    block_s : float
-        Seconds per block.
-    clock : callable
-        Returns seconds of a monotonic clock.
-    host_blocks : numpy.ndarray, optional
-        The pool. None: no bytes are moved, only keys.
-
-    Attributes
-    ----------
-    latency_s, block_s : float
-        May be changed at any time, for later jobs.
-    stalled_until_s : float
-        Nothing is transferred before this time.
-    """
-
-    medium = "THROTTLED"
-
-    def __init__(
-        self,
-        num_blocks: int,
-        latency_s: float,
-        block_s: float,
-        clock: Callable[[], float],
-        host_blocks: HostBlocks | None = None,
-    ) -> None:
-        super().__init__(num_blocks, host_blocks)
-        self.latency_s = latency_s
-        self.block_s = block_s
-        self.stalled_until_s = 0.0
-        self._clock = clock
-        self._free_s = 0.0
-        self._times: dict[int, tuple[float, float]] = {}
-
-    def submit_load(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
-        now_s = self._clock()
-        begin_s = max(now_s + self.latency_s, self._free_s, self.stalled_until_s)
-        self._free_s = begin_s + self.block_s * len(keys)
-        self._times[job_id] = (now_s, self._free_s)
-        return super().submit_load(job_id, keys, block_ids)
-
-    def next_end_s(self) -> float | None:
-        """Return the time when the next load ends, in seconds of the clock, or None."""
-        return min((end_s for _, end_s in self._times.values()), default=None)
-
-    def get_finished(self) -> list[TierResult]:
-        now_s = self._clock()
-        for job in list(self.pending):
-            if job.job_id not in self._times or self._times[job.job_id][1] <= now_s:
-                self.end(job)
-        results = []
-        for result in super().get_finished():
-            start_s, end_s = self._times.pop(result.job_id or 0, (None, None))
-            results.append(replace(result, start_s=start_s, end_s=end_s))
-        return results
-
-
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Fault rates: probabilities, drawn per job unless stated otherwise.
+    """Fault rates: probabilities, drawn for each job but for two of them.
 
-    Parameters
-    ----------
-    error_rate : float
-        The job fails as a whole, with an error.
-    refuse_rate : float
-        The job is refused.
-    flip_rate : float
-        Per block of a load: a bit is flipped, and the tier detects it.
-    short_rate : float
-        Only the first blocks of a load arrive. The rest are garbage.
-    lost_rate : float
-        The reply is lost.
-    late_rate : float
-        The reply is delayed by `delay_s`.
-    delay_s : float
-        See `late_rate`.
-    is_reordering : bool
-        Whether replies that are due at the same time are reordered.
-    unknown_rate : float
-        Per lookup: the answer is "ask again".
+    With `error_rate` a job fails as a whole, and with `refuse_rate` it is refused. With `flip_rate` a bit of a block of
+    a load is flipped, which the tier detects (drawn for each block), and with `short_rate` only the first blocks of a
+    load arrive. With `lost_rate` a reply is lost, and with `late_rate` it comes `delay_s` later; `is_reordering`
+    shuffles the replies that are due at one time. With `unknown_rate` a look-up answers "ask again" (drawn for each).
     """
 
     error_rate: float = 0.0
@@ -255,27 +172,10 @@ class Faults:
 
 
 class FaultyTier(Tier):
-    """Wraps another tier, and injects faults.
+    """Wraps another tier, `inner`, and injects `faults`, which `seed` draws.
 
-    Parameters
-    ----------
-    inner : Tier
-        The wrapped tier.
-    faults : Faults
-        The fault rates.
-    host_blocks : numpy.ndarray
-        The pool. Garbage is written to the blocks of failed loads.
-    seed : int
-        Seed of the random faults.
-    clock : callable
-        Returns seconds of a monotonic clock.
-
-    Attributes
-    ----------
-    num_faults : int
-        Number of injected faults.
-    lost : list of int
-        Jobs whose replies were lost.
+    It writes garbage to the rows of `host_blocks`, the pool, whose loads failed. `clock` returns monotonic seconds.
+    `num_faults` counts the injected faults, and `lost` lists the jobs whose replies were lost.
     """
 
     def __init__(

@@ -59,10 +59,7 @@ class OffloadingHandler(ABC):
     def shutdown(self, wait: bool = True) -> None:  # noqa: B027
         """Refuse further jobs, and return when none is in flight; does nothing by default.
 
-        Parameters
-        ----------
-        wait : bool
-            Whether jobs in flight run to their end; otherwise they are reported as failed.
+        With `wait`, jobs in flight run to their end; otherwise they are reported as failed.
         """
 
 

@@ -4,18 +4,54 @@ import gc
 import itertools
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 from stores import Clock
 
 from kvcache import ReqContext, TierConfig, TieredOffloadingManager
-from kvcache.testing.tiers import ThrottledTier
+from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.arbiter import LoadArbiter, Segment
 from kvcache.tiering.rates import CostFit, LinkRate, PrefillRate
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 2 << 20
 STEP_S = 1e-4
+
+
+class ThrottledTier(ManualTier):
+    """A tier behind a link with a latency and a rate, on a clock of the test; loads use the link one at a time."""
+
+    medium = "THROTTLED"
+
+    def __init__(self, num_blocks, latency_s, block_s, clock):
+        super().__init__(num_blocks)
+        self.latency_s, self.block_s, self.stalled_until_s = latency_s, block_s, 0.0
+        self.clock = clock
+        self.free_s = 0.0
+        self.times = {}
+
+    def submit_load(self, job_id, keys, block_ids):
+        now_s = self.clock()
+        begin_s = max(now_s + self.latency_s, self.free_s, self.stalled_until_s)
+        self.free_s = begin_s + self.block_s * len(keys)
+        self.times[job_id] = (now_s, self.free_s)
+        return super().submit_load(job_id, keys, block_ids)
+
+    def next_end_s(self):
+        """Return the time when the next load ends, or None."""
+        return min((end_s for _, end_s in self.times.values()), default=None)
+
+    def get_finished(self):
+        now_s = self.clock()
+        for job in list(self.pending):
+            if job.job_id not in self.times or self.times[job.job_id][1] <= now_s:
+                self.end(job)
+        results = []
+        for result in super().get_finished():
+            start_s, end_s = self.times.pop(result.job_id or 0, (None, None))
+            results.append(replace(result, start_s=start_s, end_s=end_s))
+        return results
 
 
 class Engine:

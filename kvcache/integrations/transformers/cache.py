@@ -39,16 +39,9 @@ OLDEST, NEWEST = (5, 21), (5, 23)
 class PrefixCacheStats:
     """Counters of a prefix cache since its start.
 
-    Parameters
-    ----------
-    prompt_tokens : int
-        Tokens of all prompts that `load` and `generate` were asked for, padding excluded.
-    loaded_tokens : int
-        Those of them whose keys and values were loaded, not computed.
-    rejected_hits : int
-        Hits whose last block, computed again, differed from the stored one: the model had changed.
-    blocks : ManagerStats
-        The manager's own counters.
+    `prompt_tokens` are those of all prompts that `load` and `generate` were asked for, without padding, and
+    `loaded_tokens` those of them whose keys and values were loaded, not computed. `rejected_hits` are hits whose last
+    block, computed again, differed from the stored one: the model had changed. `blocks` are the manager's own counters.
     """
 
     prompt_tokens: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -127,14 +127,9 @@ class MetricsSource:
     are read in every step, the rest once a second. Counters of exporters are left out; `kvcache status` shows them.
     """
 
-    def __init__(
-        self,
-        manager: CPUOffloadingManager | TieredOffloadingManager,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager) -> None:
         self._manager = manager
-        self._clock = clock
-        self._next_full_s = clock()
+        self._next_full_s = time.monotonic()
         # Exporters have counters of their own, which are not declared.
         self._changes = SampleChanges(metric_definitions())
 
@@ -145,7 +140,7 @@ class MetricsSource:
         return self._changes.since_last(self._parts(), self._manager.block_size, block_bytes)
 
     def _parts(self) -> Iterator[Part]:
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s >= self._next_full_s:
             self._next_full_s = now_s + FULL_INTERVAL_S
             telemetry = self._manager.telemetry
