@@ -40,13 +40,10 @@ _MIN_ROWS, _MAX_ROWS = 8, 1024
 _JOBS_PER_CALL = 8
 """A call splits its blocks so that some are copied while others move to or from the medium."""
 _ROW_ALIGNMENT = 4096
-_POLL_S = 20e-6, 1e-3
-_POLL_SHARE = 1 / 16
-"""A call that has waited for some time waits for this share of it more, before it asks the tier again."""
 _NOW_BLOCKS = 16
 """Blocks that a load without a wait keeps from being evicted."""
-_TICK_S = 10e-3
-"""How long a call waits for a tier that reports the end of work; only deadlines depend on it."""
+_TICK_S = 1e-3
+"""How long a call waits before it looks at deadlines, and asks a tier that does not report the end of work."""
 
 
 class _Blocks:
@@ -84,33 +81,6 @@ class _Blocks:
             for part in parts:
                 part[:] = row[start : start + len(part)]
                 start += len(part)
-
-
-class _Ends:
-    """Wakes waiting calls when work in the tier ends, or a call frees its rows; `count` is the number of these ends."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._changed = Condition()
-        self._is_reported = False
-
-    def report(self) -> None:
-        """Add an end that the tier reports."""
-        self._is_reported = True
-        self.add()
-
-    def add(self) -> None:
-        """Add an end, and wake the calls that wait."""
-        with self._changed:
-            self.count += 1
-            self._changed.notify_all()
-
-    def wait(self, count: int, waited_s: float) -> None:
-        """Wait until there are more than `count` ends, or for a while; a tier that reports no ends is polled."""
-        poll_s = min(max(waited_s * _POLL_SHARE, _POLL_S[0]), _POLL_S[1])
-        with self._changed:
-            if self.count == count:
-                self._changed.wait(_TICK_S if self._is_reported else poll_s)
 
 
 class KeyedStore:
@@ -152,19 +122,20 @@ class KeyedStore:
         self._num_rows = max(_MIN_ROWS, min(_MAX_ROWS, staging_bytes // row_bytes)) // 2
         num_rows = 2 * self._num_rows
         self._rows = host_rows(num_rows, row_bytes)
-        # By direction: rows without a block, and how many wait for a tier that hangs.
+        # The rows without a block, by direction.
         self._free = {False: list(range(self._num_rows)), True: list(range(self._num_rows, num_rows))}
-        self._num_stuck = {False: 0, True: 0}
         self._job_ids = count()
         self._results: dict[int, TierResult] = {}
         self._lock = RLock()
-        self._ends = _Ends()
+        # Ends of work in the tier, and of calls that freed their rows.
+        self._num_ended = 0
+        self._has_ended = Condition()
         self._is_closed = False
         self._on_change = on_change
         # For the calls that need no store: `pin` and `unpin`.
         self.tier: Any
         self.tier, config = open_tier(self._rows)
-        self.tier.call_on_end(self._ends.report)
+        self.tier.call_on_end(self._note_end)
         self._config = replace(config, max_store_blocks=num_rows, arbiter=False)
         self._controller = TierController(self.tier, self._config, 2 * num_rows, 1, HostBudget(num_rows))
         self._labels = (*labels, ("medium", self._controller.medium))
@@ -174,18 +145,13 @@ class KeyedStore:
 
     def num_held(self, keys: Sequence[bytes]) -> int:
         """Return how many of the first keys are held and can be loaded; 0 while the tier does not answer."""
-        keys, start_s = list(keys), self.clock()
-        while True:
-            num_ended = self._ends.count
-            with self._lock:
-                now_s = self._poll()
-                may_load = not self._is_closed and self._num_stuck[True] < self._num_rows
-                num_held = self._controller.lookup(keys, now_s) if may_load else 0
-            if num_held is not None:
-                return num_held
-            if now_s - start_s > self._config.deadline_s:
-                return 0
-            self._sleep(now_s - start_s, num_ended)
+        keys = list(keys)
+
+        def look_up(now_s: float) -> int | None:
+            may_load = not self._is_closed and self._num_stuck(True) < self._num_rows
+            return self._controller.lookup(keys, now_s) if may_load else 0
+
+        return self._answer(look_up) or 0
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is held and can be loaded."""
@@ -237,18 +203,10 @@ class KeyedStore:
 
         Processes that share a store and clear it together share its next blocks.
         """
-        start_s = self.clock()
         with self._lock:
             if not self._is_closed:
-                self._controller.reset(start_s, getattr(self._controller.tier, "epoch", None) or None)
-        while True:
-            num_ended = self._ends.count
-            with self._lock:
-                now_s = self._poll()
-                reason = self._controller.stats().tier.unavailable_reason
-            if not reason or now_s - start_s > self._config.deadline_s:
-                return not reason
-            self._sleep(now_s - start_s, num_ended)
+                self._controller.reset(self.clock(), getattr(self._controller.tier, "epoch", None) or None)
+        return bool(self._answer(lambda _: not self._controller.stats().tier.unavailable_reason or None))
 
     def stats(self) -> TierControllerStats:
         """Return counters since start and gauges now."""
@@ -281,19 +239,40 @@ class KeyedStore:
             if job is None:
                 continue
             if job.is_overdue:
-                self._num_stuck[job.is_load] -= len(job.block_ids)
                 self._free[job.is_load] += job.block_ids
             else:
                 self._results[job.job_id] = result
-        before = [job for job in controller.jobs.values() if not job.is_overdue]
         controller.give_up_overdue(now_s)
-        for job in before:
-            self._num_stuck[job.is_load] += len(job.block_ids) if job.is_overdue else 0
         controller.pass_on_uses()
         return now_s
 
-    def _sleep(self, waited_s: float, num_ended: int) -> None:
-        self._ends.wait(num_ended, waited_s)
+    def _answer(self, ask: Callable[[float], int | None]) -> int | None:
+        """Return the first answer of `ask`, which is called with the time under the lock; None: none in time."""
+        start_s = self.clock()
+        while True:
+            num_ended = self._num_ended
+            with self._lock:
+                now_s = self._poll()
+                answer = ask(now_s)
+            if answer is not None or now_s - start_s > self._config.deadline_s:
+                return answer
+            self._sleep(num_ended)
+
+    def _num_stuck(self, is_load: bool) -> int:
+        """Return how many rows wait for a tier that hangs."""
+        jobs = self._controller.jobs.values()
+        return sum(len(job.block_ids) for job in jobs if job.is_overdue and job.is_load == is_load)
+
+    def _note_end(self) -> None:
+        with self._has_ended:
+            self._num_ended += 1
+            self._has_ended.notify_all()
+
+    def _sleep(self, num_ended: int) -> None:
+        """Wait until there are more than `num_ended` ends, or for a while."""
+        with self._has_ended:
+            if self._num_ended == num_ended:
+                self._has_ended.wait(_TICK_S)
 
     def _move(self, is_load: bool, keys: Sequence[bytes], buffers: Sequence[Buffer | Sequence[Buffer]]) -> list[bool]:
         """Load or store as many of the blocks as the tier takes."""
@@ -305,7 +284,7 @@ class KeyedStore:
         progress_s, num_left = self.clock(), len(blocks.waiting)
         while blocks.waiting or jobs:
             # Counted before the reports are taken: an end that comes later ends the wait.
-            num_ended = self._ends.count
+            num_ended = self._num_ended
             with self._lock:
                 now_s = self._poll()
                 ended = [job for job in jobs if job.is_overdue or job.job_id in self._results]
@@ -329,7 +308,7 @@ class KeyedStore:
             elif not jobs and (rows is None or is_late or (rows and not is_busy)):
                 break
             elif sent is None or ended:
-                self._sleep(now_s - progress_s, num_ended)
+                self._sleep(num_ended)
         return [key in blocks.moved for key in keys]
 
     def _load_now(self, blocks: _Blocks) -> None:
@@ -348,7 +327,7 @@ class KeyedStore:
 
     def _rows_for(self, is_load: bool, num_blocks: int, now_s: float) -> list[int] | None:
         """Return free rows for at most `num_blocks` blocks; None if the tier takes no job now."""
-        may_send = self._controller.may_send(is_load, now_s) and self._num_stuck[is_load] < self._num_rows
+        may_send = self._controller.may_send(is_load, now_s) and self._num_stuck(is_load) < self._num_rows
         if self._is_closed or not may_send:
             return None
         free = self._free[is_load]
@@ -390,5 +369,5 @@ class KeyedStore:
                 busy = {key for key in done.difference(result.done) if self.tier.lookup([key]) == 0}
                 blocks.waiting.extend(key for key in reversed(job.keys) if key in busy)
                 done -= busy
-        self._ends.add()
+        self._note_end()
         blocks.moved |= done

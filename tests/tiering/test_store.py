@@ -344,7 +344,7 @@ class SteppedStore(KeyedStore):
     def clock(self):
         return self.now_s
 
-    def _sleep(self, waited_s, num_ended):
+    def _sleep(self, num_ended):
         self.now_s += 0.2
         for job in [job for job in self.tier.pending if job.is_load or not self.hangs][:1]:
             self.tier.end(job)

@@ -10,6 +10,7 @@ import heapq
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from threading import Event, Lock, RLock
@@ -64,7 +65,7 @@ class KVCacheL2(L2AdapterInterface):
             raise
         self._notifiers = [create_event_notifier() for _ in range(3)]
         self._queues = {name: SimpleQueue[Any]() for name in _QUEUES}
-        self._threads = [Background(f"lmcache-{name}", self._runner(self._queues[name])) for name in _QUEUES]
+        self._threads = [Background(f"lmcache-{name}", partial(_run_tasks, self._queues[name])) for name in _QUEUES]
         self._telemetry = Telemetry(None, labels={"engine": "lmcache"}, config=self._settings.tier.describe())
         self._telemetry.sources.append(self._parts)
         open_exporters(self._settings.exporters, self._telemetry)
@@ -189,10 +190,10 @@ class KVCacheL2(L2AdapterInterface):
             try:
                 if time.monotonic() - start_s < _MAX_WAIT_S:
                     result = work()
+                self._tell()
             except Exception as error:
                 self._warnings.warn(queue, "KVCacheL2: a %s failed: %s: %s", queue, type(error).__name__, error)
             self._end(task_id, result, results, place)
-            self._tell()
 
         self._queues[queue].put(run)
         return task_id
@@ -201,16 +202,6 @@ class KVCacheL2(L2AdapterInterface):
         with self._lock:
             results[task_id] = result
         self._notifiers[place].notify()
-
-    def _runner(self, queue: SimpleQueue[Any]) -> Callable[[Event], None]:
-        def run(stopping: Event) -> None:
-            while (task := queue.get()) is not None and not stopping.is_set():
-                try:
-                    task()
-                except Exception:
-                    _LOG.exception("KVCacheL2: a task failed")
-
-        return run
 
     def _store(self, keys: list[ObjectKey], memory: list[Any]) -> L2StoreResult:
         self._names.write(keys)
@@ -304,6 +295,11 @@ class KVCacheL2(L2AdapterInterface):
 
     def _parts(self) -> list[Part]:
         return [part for objects in self._sizes.all() for part in objects.store.parts()]
+
+
+def _run_tasks(queue: SimpleQueue[Any], stopping: Event) -> None:
+    while (task := queue.get()) is not None and not stopping.is_set():
+        task()
 
 
 def _bitmap(answers: list[bool]) -> Bitmap:

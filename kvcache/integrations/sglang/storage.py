@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
@@ -28,8 +28,8 @@ from kvcache.tiering.store import KeyedStore
 
 _LOG = logging.getLogger(__name__)
 Lengths = set[int]
+T = TypeVar("T")
 _KV, _MAMBA = "kv", "mamba"
-_MAX_KEY_BYTES = 64
 
 
 class KVCacheStorage(HiCacheStorage):
@@ -170,8 +170,7 @@ class KVCacheStorage(HiCacheStorage):
             store.touch([_key(key) for key in [*prefix, *keys]])
             return answers
 
-        answers: list[bool] = self._guarded(name, move, [self._is_index_only(name)] * len(keys))
-        return answers
+        return self._guarded(name, move, [self._is_index_only(name)] * len(keys))
 
     def _move(
         self, is_load: bool, name: str, store: KeyedStore, keys: Sequence[str], buffers: Sequence[Sequence[Buffer]]
@@ -188,7 +187,7 @@ class KVCacheStorage(HiCacheStorage):
             del self._moves[is_load][:-1024]
         return answers
 
-    def _guarded(self, name: str, call: Callable[[KeyedStore], Any], otherwise: Any) -> Any:
+    def _guarded(self, name: str, call: Callable[[KeyedStore], T], otherwise: T) -> T:
         """Return what `call` returns for a pool's store, and `otherwise` without a store or after an exception."""
         store = self._stores.get(name)
         if store is None:
@@ -207,14 +206,14 @@ class KVCacheStorage(HiCacheStorage):
     # Calls with flat pages of the KV pool.
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        page: torch.Tensor | None = self.batch_get([key], [target_location])[0]
-        return page
+        return self.batch_get([key], [target_location])[0]
 
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        def load(store: KeyedStore) -> list[Any]:
-            targets = [
-                self._flat_page() if target is None else target for target in target_locations or [None] * len(keys)
-            ]
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        def load(store: KeyedStore) -> list[torch.Tensor | None]:
+            new_page = self._pages[_KV].pool.get_dummy_flat_data_page
+            targets = [new_page() if target is None else target for target in target_locations or [None] * len(keys)]
             pages = [target.contiguous() for target in targets]
             answers = self._move(True, _KV, store, keys, [[bytes_of(page)] for page in pages])
             store.touch([_key(key) for key in keys])
@@ -223,12 +222,7 @@ class KVCacheStorage(HiCacheStorage):
                     target.copy_(page)
             return [target if is_loaded else None for target, is_loaded in zip(targets, answers, strict=True)]
 
-        pages: list[Any] = self._guarded(_KV, load, [None] * len(keys))
-        return pages
-
-    def _flat_page(self) -> torch.Tensor:
-        page: torch.Tensor = self._pages[_KV].pool.get_dummy_flat_data_page()
-        return page
+        return self._guarded(_KV, load, [None] * len(keys))
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         return self.batch_set([key], [target_location if value is None else value])
@@ -240,8 +234,7 @@ class KVCacheStorage(HiCacheStorage):
             pages = target_locations if values is None else values
             return all(self._move(False, _KV, store, keys, [[bytes_of(page.contiguous())] for page in pages]))
 
-        is_stored: bool = self._guarded(_KV, store_pages, False)
-        return is_stored
+        return self._guarded(_KV, store_pages, False)
 
     # Look-ups.
 
@@ -273,8 +266,7 @@ class KVCacheStorage(HiCacheStorage):
 
     def _num_held(self, name: str, keys: list[str]) -> int:
         otherwise = len(keys) if self._is_index_only(name) else 0
-        num_held: int = self._guarded(name, lambda store: store.num_held([_key(key) for key in keys]), otherwise)
-        return num_held
+        return self._guarded(name, lambda store: store.num_held([_key(key) for key in keys]), otherwise)
 
     def _trailing(self, name: str, keys: list[str], num_trailing: int) -> Lengths:
         """Return the lengths of the prefixes of `keys` whose last `num_trailing` pages are held."""
@@ -331,12 +323,9 @@ def _name_of(pool_name: Any) -> str:
 
 
 def _key(key: str) -> bytes:
-    """Return a key of a tier: the 32 bytes of SGLang's hash, or another key's bytes after a `=`."""
+    """Return a key of a tier: the 32 bytes of SGLang's hash, or the longer digest of another key."""
     try:
         name = bytes.fromhex(key)
-        if len(name) == 32 and name.hex() == key:
-            return name
     except ValueError:
-        pass
-    name = b"=" + key.encode()
-    return name if len(name) <= _MAX_KEY_BYTES else b"#" + blake2b(name).digest()
+        name = b""
+    return name if len(name) == 32 and name.hex() == key else blake2b(key.encode()).digest()
