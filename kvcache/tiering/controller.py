@@ -274,7 +274,7 @@ class TierController:
             if now_s >= job.deadline_s and not job.is_overdue:
                 job.is_overdue = True
                 if self.link is not None and job.is_load:
-                    self.link.abandoned(len(job.keys), now_s)
+                    self.link.ended(len(job.keys), 0, job.sent_s, now_s, now_s)
                 self._overdue_jobs += 1
                 self._stuck_blocks += len(job.keys)
                 self._faults.last_error = f"a job of {len(job.keys)} blocks took over {self.config.deadline_s} s"

@@ -143,7 +143,7 @@ class LinkRate:
         self._looked_s = now_s
 
     def ended(self, num_blocks: int, num_done: int, start_s: float, end_s: float, now_s: float) -> None:
-        """Record the end of a job of `num_blocks`. If 0 blocks are done, keep the rate."""
+        """Record that a job has ended, or that no request waits for it. If 0 blocks are done, keep the rate."""
         self._num_jobs -= 1
         self._num_blocks -= num_blocks
         self._due_s = now_s + self.fit.a * self._num_blocks
@@ -157,10 +157,6 @@ class LinkRate:
             self._window_blocks += num_done
         if not self._num_jobs or self._window_jobs >= _WINDOW_JOBS:
             self._close_window()
-
-    def abandoned(self, num_blocks: int, now_s: float) -> None:
-        """Record that no request waits for a job any longer."""
-        self.ended(num_blocks, 0, 0.0, 0.0, now_s)
 
     def is_probe_due(self, now_s: float) -> bool:
         """Return whether it is time to load blocks only to learn the rate."""

@@ -232,8 +232,25 @@ class MooncakeTier(SharedStoreTier):
         return super().store_name(key.hex().encode())
 
     def connect(self) -> None:
-        if self._store is None:
-            self._connect()
+        if self._store is not None:
+            return
+        arguments = (self._checked_host(), *self._setup)
+        if idle := _idle_clients.get((*arguments, self._tenant)):
+            store = idle.pop()
+        else:
+            if not self._is_starting:
+                _try_in_a_process((*arguments[:2], 0, *arguments[3:]))
+            store = self._native.MooncakeDistributedStore()
+            if (answer := store.setup(*arguments, tenant_id=self._tenant)) != 0:
+                raise self._error("setup", answer)
+        try:
+            for address, num_bytes in self._regions():
+                if (answer := store.register_buffer(address, num_bytes)) != 0:
+                    raise self._error("register_buffer", answer)
+        except BaseException:
+            self._keep(store, (*arguments, self._tenant))
+            raise
+        self._store, self._setup_of_store = store, (*arguments, self._tenant)
 
     def read_epoch(self) -> str | None:
         store, carrier = self._connected(), self._seals[-1, :_EPOCH_BYTES]
@@ -332,25 +349,6 @@ class MooncakeTier(SharedStoreTier):
         if self._store is None:
             raise OSError(f"no connection to {self._setup[-1]} yet")
         return self._store
-
-    def _connect(self) -> None:
-        arguments = (self._checked_host(), *self._setup)
-        if idle := _idle_clients.get((*arguments, self._tenant)):
-            store = idle.pop()
-        else:
-            if not self._is_starting:
-                _try_in_a_process((*arguments[:2], 0, *arguments[3:]))
-            store = self._native.MooncakeDistributedStore()
-            if (answer := store.setup(*arguments, tenant_id=self._tenant)) != 0:
-                raise self._error("setup", answer)
-        try:
-            for address, num_bytes in self._regions():
-                if (answer := store.register_buffer(address, num_bytes)) != 0:
-                    raise self._error("register_buffer", answer)
-        except BaseException:
-            self._keep(store, (*arguments, self._tenant))
-            raise
-        self._store, self._setup_of_store = store, (*arguments, self._tenant)
 
     def _checked_host(self) -> str:
         """Return this node's name; OSError if the master does not answer."""

@@ -329,7 +329,7 @@ def test_failed_jobs_teach_nothing():
     link.sent(10, 0.0)
     link.ended(10, 0, 0.0, 9.0, 9.0)
     link.sent(10, 9.0)
-    link.abandoned(10, 20.0)
+    link.ended(10, 0, 0.0, 20.0, 20.0)
     assert not link.is_known
     assert link.is_idle
     assert link.load_s(1, 50.0) == 0.0
