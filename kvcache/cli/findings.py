@@ -196,6 +196,8 @@ def _check_storage(config: Mapping[str, Any]) -> list[Finding]:
     """Check the extra config of a storage backend of SGLang."""
     try:
         choice_of("KVCacheStorage")("class_name of a storage backend", config.get("class_name"))
+        if not config.get("backend_name"):
+            raise ValueError(f"SGLang needs a 'backend_name', such as 'kvcache', got {config.get('backend_name')!r}")
         options, tier = sglang.read_config(config)
     except ValueError as error:
         return _faults(error)

@@ -200,14 +200,16 @@ def test_connector_without_options_is_no_fault(check):
         ({}, {"capacity": "1KiB"}, "capacity 1024 of a KVCacheL2 must be >="),
         ({}, {"capacity": "64MiB", "read_only": True}, "KVCacheL2 does not support read_only"),
         ({}, {"capacity": "900PiB"}, "are needed below"),
+        ({"adapter_params": "disk"}, {}, "adapter_params must be an object, got 'disk'"),
     ],
 )
 def test_check_l2_adapter_of_lmcache(tmp_path, changes, params, message):
     pytest.importorskip("xxhash")
     from kvcache.cli.findings import check_file
 
-    adapter = {"type": "plugin", "module_path": "kvcache.integrations.lmcache", "class_name": "KVCacheL2", **changes}
+    adapter = {"type": "plugin", "module_path": "kvcache.integrations.lmcache", "class_name": "KVCacheL2"}
     adapter["adapter_params"] = {"kind": "disk", "path": str(tmp_path / "l2"), **params}
+    adapter |= changes
     (tmp_path / "l2.json").write_text(json.dumps(adapter))
     errors = [finding.text for finding in check_file(tmp_path / "l2.json", 0, 1, None) if finding.level == "error"]
     assert [message in error for error in errors] == [True] * bool(message)
@@ -218,6 +220,7 @@ def test_check_l2_adapter_of_lmcache(tmp_path, changes, params, message):
     [
         ({}, ""),
         ({"class_name": "Storage"}, "class_name of a storage backend must be one of KVCacheStorage, got 'Storage'"),
+        ({"backend_name": None}, "SGLang needs a 'backend_name', such as 'kvcache', got None"),
         ({"kind": None}, "SGLang's storage backend needs 'kind'"),
         ({"kind": "disc"}, "did you mean 'disk'"),
         ({"capasity": 1}, "capasity (did you mean 'capacity'?)"),

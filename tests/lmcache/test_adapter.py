@@ -269,6 +269,27 @@ def test_names_of_gone_objects_make_room(harness, tmp_path):
     assert len(l2.keys()) == l2.adapter.report_status()["sizes"]["262144"]["num_held"] > 8
 
 
+def test_damaged_names_lose_names_only(harness, tmp_path):
+    l2, stored = harness(), objects(range(4))
+    l2.store(stored)
+    l2.adapter.close()
+    lines = [b"[" * 100_000, bytes(1000), b"\xff[1]", b"null", b'[["m"], 1, 0, ""]', b"{}"]
+    (tmp_path / "l2" / "names").write_bytes(b"\n".join(lines))
+    l2 = harness()
+    assert l2.load(stored) == [0, 1, 2, 3]
+    assert l2.keys() == []
+
+
+def test_closed_adapter_takes_late_calls(harness):
+    l2, stored = harness(), objects(range(2))
+    l2.store(stored)
+    l2.adapter.close()
+    assert l2.look_up(list(stored)) == []
+    l2.adapter.submit_load_task(list(stored), [None, None])
+    l2.adapter.delete(list(stored))
+    l2.adapter.submit_unlock(list(stored))
+
+
 def test_directory_has_one_owner(harness, tmp_path):
     l2 = harness(capacity="24MiB")
     with pytest.raises(ValueError, match="another process uses it"):

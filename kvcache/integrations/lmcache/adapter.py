@@ -201,7 +201,9 @@ class KVCacheL2(L2AdapterInterface):
     def _end(self, task_id: int, result: Any, results: dict[int, Any], place: int) -> None:
         with self._lock:
             results[task_id] = result
-        self._notifiers[place].notify()
+        # A call or a task that is late finds the notifiers closed.
+        if not self._is_closed:
+            self._notifiers[place].notify()
 
     def _store(self, keys: list[ObjectKey], memory: list[Any]) -> L2StoreResult:
         self._names.write(keys)

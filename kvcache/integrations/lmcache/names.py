@@ -107,7 +107,7 @@ class Names:
             try:
                 common = _common(ObjectKey(b"", *json.loads(line)))
                 self._common_of[_digest(common)] = common
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 continue
 
     def _write(self, names: dict[bytes, _Common]) -> None:

@@ -28,6 +28,8 @@ class L2Settings:
     @classmethod
     def parse(cls, params: Mapping[str, Any]) -> L2Settings:
         """Parse ``adapter_params``; ValueError names each option that is missing, unknown or invalid."""
+        if not isinstance(params, Mapping):
+            raise ValueError(f"adapter_params must be an object, got {params!r:.200}")
         ours, of_tier = split(params, {"kind", "exporters"})
         choice_of("disk")("kind of a KVCacheL2", ours.pop("kind", None))
         settings = cls(parse_tier({**of_tier, "type": "disk"}), OffloadSettings.parse(ours, "adapter_params"))
