@@ -156,8 +156,6 @@ class Ledger:
     def drop_dead(self, living: Collection[int]) -> None:
         """Forget all engines but the living ones, and their leases."""
         self.readers &= np.uint64(sum(1 << engine for engine in living))
-        is_lost = (self.state == PENDING) & ~np.isin(self.writer, np.array(sorted(living), np.uint8))
-        self.state[is_lost] = ABSENT
         for engine in set(range(MAX_ENGINES)).difference(living):
             if self.names[engine].item().strip(b"\0"):
                 self.drop_engine(engine)

@@ -12,6 +12,7 @@ import pytest
 
 from kvcache import ReqContext
 from kvcache.assembly.assemble import OffloadSettings, open_manager
+from kvcache.control.telemetry import Exporter
 from kvcache.options import Options, option, parse_text
 from kvcache.testing.tiers import ManualTier
 
@@ -102,6 +103,20 @@ def test_failed_start_shuts_tiers_down(options: dict[str, Any], fault: str, open
         open_with(*tiers[: 2 if options else 3], shared=shared, **options)
     assert [tier.num_shutdowns for tier in opened] == [1, 1]
     assert shared.is_closed
+
+
+@pytest.mark.parametrize("error", [OSError, ImportError, ValueError])
+def test_engine_runs_without_failing_exporter(error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+    class FailingExporter(Exporter):
+        address, close = "", ManualTier.shutdown
+
+        def __init__(self, telemetry: Any) -> None:
+            raise error("no port")
+
+    manager = open_with({"type": NotedTier}, exporters=[FailingExporter])
+    assert (manager.telemetry.exporters, manager.lookup([b"key"], ReqContext())) == ([], 0)
+    assert "FailingExporter is not available: no port" in caplog.text
+    manager.shutdown()
 
 
 def test_path_of_tier_names_rank(opened: list[NotedTier]) -> None:

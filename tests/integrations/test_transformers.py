@@ -232,10 +232,14 @@ def test_padded_batch_returns_models_tokens(kind):
 def test_batch_loads_columns_of_every_row(cache):
     ids, mask = padded(70, 60)
     cached(cache, ids[:1], new=1)
+    ended, finish = [], cache.manager.on_request_finished
+    cache.manager.on_request_finished = lambda context: (ended.append(context), finish(context))
     for column, seed, found in ((30, 9, 10 + 16), (10, 10, 10)):
         ids[1, column:] = prompt_of(70 - column, seed)
         assert cache.load(ids, mask)[1] == found
+        assert len(ended) == 2
         check_answer(cache, ids, mask)
+        ended.clear()
     ids[0] = prompt_of(70, seed=11)
     assert cache.load(ids, mask)[1] == 0
 

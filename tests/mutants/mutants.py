@@ -40,8 +40,9 @@ NEEDED = (*("kvcache", "tests", "docs", "examples", "asv_benchmarks", ".ci", "se
 TEST_TIMEOUT_S = 120
 PACKAGES = ("hypothesis", "jsonschema", "msgspec", "numpy", "opentelemetry.sdk.metrics", "prometheus_client", "pytest",
             "transformers", "torch", "valkey", "vllm.v1.kv_offload.tiering.spec", "zmq", "zstandard")  # fmt: skip
-VLLM_PYTHON = ROOT / ".venv-vllm/bin/python"  # `make test-vllm` makes it
-VLLM_ARGUMENTS = ["--override-ini=filterwarnings=default", "--disable-warnings"]
+# `make test-vllm` and its like make their environments.
+ENGINE_PYTHONS = {f"tests/{engine}": ROOT / f".venv-{engine}/bin/python" for engine in ("vllm", "sglang", "lmcache")}
+ENGINE_ARGUMENTS = ["--override-ini=filterwarnings=default", "--disable-warnings"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,11 @@ def tests_of(file: str, tests: dict[str, list[str]]) -> list[str]:
     raise ValueError(f"CONTRIBUTING names no tests for {file}")
 
 
+def python_of(tests: list[str]) -> Path | None:
+    """Return the Python of the engine that the tests need; None: they need none."""
+    return next((path for folder, path in ENGINE_PYTHONS.items() if any(folder in name for name in tests)), None)
+
+
 class Copy:
     """A copy of the checkout in which one fault at a time is planted, and a second one that stays as it is."""
 
@@ -124,7 +130,7 @@ class Copy:
 
     def server(self, tests: list[str]) -> Server:
         """Return the server whose environment the tests need."""
-        python = VLLM_PYTHON if any("tests/vllm" in name for name in tests) else Path(sys.executable)
+        python = python_of(tests) or Path(sys.executable)
         if python not in self.servers:
             self.servers[python] = Server(python, self.folder.parent)
         return self.servers[python]
@@ -255,7 +261,7 @@ def run_stage(server: Server, folder: Path, stage: str, tests: list[str], limit_
     # Rewritten assertions say more, and take longer.
     arguments = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}"]
     arguments += ["--hypothesis-profile=few", "-m", marks[stage], "--ignore-glob=tests/mutants"]
-    arguments += VLLM_ARGUMENTS if any("tests/vllm" in name for name in tests) else ["--ignore-glob=tests/vllm"]
+    arguments += ENGINE_ARGUMENTS if python_of(tests) else [f"--ignore-glob={folder}" for folder in ENGINE_PYTHONS]
     status, output = server.run(folder, [*arguments, *(f"--deselect={name}" for name in without), *tests], env, limit_s)
     if status in (0, 5):
         return ""
@@ -292,7 +298,7 @@ def try_fault(copy: Copy, fault: Fault, stages: list[str], limit_s: float) -> di
             while steps and not found:
                 how = run_stage(server, copy.folder, stage, steps[0], limit_s, flaky)
                 # A test that fails without the fault, too, has found nothing: go on without it.
-                if "::" in how and run_stage(server, copy.pristine, stage, [how], limit_s, []) == how:
+                if "tests/" in how and run_stage(server, copy.pristine, stage, [how], limit_s, []) == how:
                     flaky.append(how)
                     continue
                 found = stage if how else ""
@@ -347,9 +353,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.serve:
         serve(PACKAGES)
         return 0
-    faults = [fault for fault in read_faults() if fault.area != "vllm" or VLLM_PYTHON.exists()]
-    for fault in faults:
+    named = read_tests((ROOT / "CONTRIBUTING.md").read_text())
+    faults = []
+    for fault in read_faults():
         fault.apply((ROOT / fault.file).read_text())
+        python = python_of(tests_of(fault.file, named))
+        faults += [fault] if python is None or python.exists() else []
     areas = args.areas or [""]
     chosen = [fault for fault in faults if any(area in (fault.area, "") or area in fault.file for area in areas)]
     if args.sample:

@@ -6,6 +6,7 @@ import uuid
 
 from kvcache import ReqContext
 from kvcache.node.client import NodeManager, greeting
+from kvcache.node.ledger import OWNER
 from kvcache.node.owner import Owner
 from kvcache.node.protocol import node_folder
 
@@ -46,6 +47,8 @@ class Node:
     def check(self):
         """Compare the ledger with the manager, slot by slot."""
         pool, ledger = self.owner.pool.manager.pool, self.owner.pool.ledger
+        # Of what is reserved between two messages: promotions.
+        assert self.leases._hooks.writer == OWNER
         for state in (1, 2):
             slots = [slot for slot in range(pool.num_blocks) if ledger.state[slot] == state]
             keys = ledger.keys_of(slots)

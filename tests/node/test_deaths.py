@@ -111,6 +111,7 @@ def test_worker_alone_keeps_leases_of_engine(node):
         time.sleep(0.3)
         figures = engine.owner_figures()
         assert (figures["num_pending"], figures["num_referenced"], figures["ended_engines"]) == (4, 8, 0)
+        assert other.pid not in node.owner.pool.ledger.processes["pid"]
         os.kill(worker, signal.SIGKILL)
         while not engine.owner_figures()["ended_engines"]:
             time.sleep(0.01)

@@ -162,6 +162,15 @@ def test_inner_calls_are_not_recorded(path):
     assert {one.op for one in found[1].inputs} == {ops.Op.CLOCK}
 
 
+def test_inputs_between_calls_are_not_recorded(path):
+    manager = CPUOffloadingManager(16, 100)
+    with Recorder(manager, path):
+        for _ in range(100):
+            manager.clock()
+        manager.touch([key(1)])
+    assert {len(call.inputs) for call in Recording(path)} == {0}
+
+
 def test_recorded_keys_are_released_once_hashed(manager, path):
     keys = [key(number) for number in range(10_000)]
     before = [sys.getrefcount(one) for one in keys]

@@ -137,11 +137,13 @@ def test_run_over_media_is_one_job(at_once):
     assert bench.manager.lookup(keys_of("abcx"), context) == 3
 
 
-def test_two_requests_share_one_promotion():
-    bench = Bench().on_tier(b"a")
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_two_requests_share_one_promotion(in_one_step):
+    bench = Bench(num_blocks=4).on_tier(b"a")
     first, second = ReqContext("1"), ReqContext("2")
-    assert bench.ask(b"a", context=first) is None
+    assert (bench.manager.lookup(b"a", first) if in_one_step else bench.ask(b"a", context=first)) is None
     assert bench.manager.lookup(b"a", second) is None
+    bench.manager.on_schedule_end()
     bench.step()
     assert bench.jobs() == []
     assert bench.manager.policy.get(b"a").ref_cnt == 2
@@ -254,12 +256,14 @@ def test_nth_use_writes_block(num_uses):
     assert bench.manager.tier_stats()[0].dropped_blocks == 0
 
 
-def test_reset_counts_open_requests_uses_afresh():
+@pytest.mark.parametrize("is_open", [True, False])
+def test_reset_counts_requests_uses_afresh(is_open):
     bench = Bench(write_policy="write_through_selective", num_uses=2)
     context = ReqContext()
     bench.store(b"a", context=context)
     bench.manager.reset_cache()
-    bench.store(b"a", context=context)
+    bench.store(b"a", context=context if is_open else ReqContext())
+    assert bench.jobs() == []
     bench.manager.touch([b"a"], ReqContext())
     bench.manager.on_schedule_end()
     assert bench.jobs() == [(False, [b"a"])]
@@ -320,15 +324,17 @@ def test_reset_is_empty_before_jobs_end():
     bench = Bench().on_tier(b"a")
     bench.ask(b"a")
     bench.store(b"b")
+    assert bench.manager.prepare_store([b"d"]).keys_to_store == [b"d"]
     bench.events()
     bench.manager.reset_cache()
+    bench.manager.complete_store([b"d"])
     assert bench.manager.lookup(b"b") is False
     assert bench.manager.lookup(keys_of("ab"), ReqContext()) == 0
     assert bench.manager.prepare_store([b"c"]) is None
     with pytest.raises(KeyError):
         bench.manager.prepare_load([b"b"])
     bench.step()
-    assert bench.events() == []
+    assert (bench.events(), bench.tier.lookup([b"d"])) == ([], 0)
     output = bench.manager.prepare_store(keys_of("cde"))
     assert output.store_spec.block_ids.tolist() == [0, 1, 2]
     assert bench.manager.lookup(b"a", ReqContext()) is False

@@ -250,6 +250,7 @@ def test_cached_blocks_load_in_caller(tmp_path, monkeypatch):
         patch.setattr(BlockStore, "read_payload", fail)
         assert all(get(store, range(40)))
         assert store.stats().tier.loaded_blocks == 40
+    assert set(store.tier._opened().table.recency["uses"].tolist()) >= {1}
     assert get(store, [1, 1, 99]) == [True, True, False]
     data = np.memmap(tmp_path / "tier" / "data", np.uint8, "r+")
     data[100] ^= 1
@@ -391,11 +392,14 @@ def test_rows_of_hanging_stores_come_back():
 
 
 def test_failed_reset_is_tried_again(monkeypatch):
-    store = SteppedStore()
+    store, versions = SteppedStore(), []
+    # That of a store which processes share: they go on together.
+    store.tier.epoch = "e1"
     put(store, range(3))
     with monkeypatch.context() as patch:
-        patch.setattr(store.tier, "reset", lambda *_: patch.undo() or 1 / 0)
+        patch.setattr(store.tier, "reset", lambda *version: versions.append(version) or patch.undo() or 1 / 0)
         assert store.clear()
+    assert versions == [("e1",)]
     assert store.now_s > 0.5
     assert store.exists([key_of(0)]) == [False]
 

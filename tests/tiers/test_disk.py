@@ -49,7 +49,8 @@ def test_oldest_block_leaves_and_is_named(bench):
     assert tier.stats().missed_blocks == 1
 
 
-def test_restart_finds_blocks_and_recency(bench):
+def test_restart_finds_blocks_and_recency(bench, monkeypatch):
+    monkeypatch.setattr("kvcache.tiers.disk.slot_table._READ_RECORDS", 3)
     tier = bench.open(num_blocks=8)
     store(tier, bench.keys(*range(8)))
     tier.touch(bench.keys(3, 1))

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from stores import load, store, until, wait_for_reset
 
 from kvcache.tiers.disk import directory as directory_module
+from kvcache.tiers.disk import tier as tier_module
 from kvcache.tiers.disk.directory import TierDirectory, clear_directory
 from kvcache.tiers.disk.header import TierDirectoryError
 from kvcache.tiers.disk.maintenance import compact_tier, inspect_tier, verify_tier
@@ -61,7 +63,10 @@ def test_kill_after_reset_restores_nothing(bench, monkeypatch, tmp_path):
         released.wait()
         write_header(self, header)
 
+    mark_void = TierDirectory.mark_void
     monkeypatch.setattr(TierDirectory, "write_header", late)
+    monkeypatch.setattr(TierDirectory, "mark_void", lambda *args: (time.sleep(0.05), mark_void(*args)))
+    monkeypatch.setattr(tier_module, "_MARK_S", 60)
     tier.reset()
     # A killed process leaves a directory without a header.
     shutil.copytree(bench.path, tmp_path / "left")

@@ -1,8 +1,10 @@
 """What every shared store has from its base, on the store of docs/howto/tier.md: a dict in another process."""
 
 import re
+import time
 from multiprocessing import Manager
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from stores import KEYS, StoreContract, blocks, found, load, store, until, wait_for_reset
@@ -132,6 +134,20 @@ def test_store_overtaken_by_reset_is_refused(open_engine, values, monkeypatch):
     assert list(values) == [engine.epoch_name]
 
 
+def test_old_block_gets_no_new_name(open_engine, monkeypatch):
+    engine = open_engine()
+    old, put = engine.epoch, []
+
+    def reset_first(self):
+        if self.epoch == old and not self.generation:
+            self.reset(8)
+            until(lambda: self.epoch != old)
+
+    monkeypatch.setattr(DictStoreTier, "_join_epoch", reset_first)
+    monkeypatch.setattr(DictStoreTier, "put_values", lambda *args: put.append(args))
+    assert (sorted(store(engine, KEYS[:2]).failed), put) == (KEYS[:2], [])
+
+
 def test_failed_sweep_is_tried_again(open_engine, values, monkeypatch):
     monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
     engine = open_engine()
@@ -169,5 +185,16 @@ def test_engine_starts_without_its_store(opened, values, monkeypatch):
     engine = DictStoreTier(values, blocks())
     opened.append(engine)
     assert store(engine, KEYS[:2]).error == "OSError: no store"
+    # Threads that start with its first answer share an epoch: another engine may be reset in between.
+    epochs = iter(("one", "another"))
+    monkeypatch.setattr(DictStoreTier, "read_epoch", lambda _: next(epochs))
+    threads = [Thread(target=engine._join_epoch) for _ in range(2)]
+    with engine._epoch_lock:
+        for thread in threads:
+            thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert (engine.epoch, next(epochs)) == ("one", "another")
     monkeypatch.undo()
     assert sorted(store(engine, KEYS[:2]).done) == KEYS[:2]
