@@ -301,7 +301,11 @@ class KVCacheL2(L2AdapterInterface):
 
 def _run_tasks(queue: SimpleQueue[Any], stopping: Event) -> None:
     while (task := queue.get()) is not None and not stopping.is_set():
-        task()
+        try:
+            task()
+        except Exception:
+            # LMCache's notifiers may raise. Later tasks must run all the same.
+            _LOG.exception("KVCacheL2: a task failed")
 
 
 def _bitmap(answers: list[bool]) -> Bitmap:
