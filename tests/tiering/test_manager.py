@@ -321,7 +321,7 @@ def test_burst_that_loses_blocks_is_foreseen():
 
 
 def test_reset_is_empty_before_jobs_end():
-    bench = Bench().on_tier(b"a")
+    bench = Bench(num_blocks=8).on_tier(b"a")
     bench.ask(b"a")
     bench.store(b"b")
     assert bench.manager.prepare_store([b"d"]).keys_to_store == [b"d"]
