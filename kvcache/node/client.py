@@ -522,9 +522,9 @@ class NodeManager(OffloadingManager):
     def _new_keys(self, view: _View, keys: Collection[bytes]) -> tuple[bytes, int]:
         """Return the keys of a prompt that the owner does not know yet, packed; the end positions if they are known."""
         num_known = len(view.keys)
-        new = list(islice(keys, num_known, None))
-        if not new:
+        if len(keys) <= num_known:
             return b"", 0
+        new = list(islice(keys, num_known, None))
         packed = pack_keys(new, islice(keys.values(), num_known, None) if isinstance(keys, dict) else ())
         view.keys += new
         view.places = None
@@ -586,7 +586,7 @@ class NodeManager(OffloadingManager):
         self._counts["shared_hit_blocks"] += struct.unpack_from("<I", answer.payload)[0]
         end = start + len(slots)
         run = view.keys[start:end]
-        if (slots < 0).any():
+        if slots.min(initial=0) < 0:
             run, slots, end = [key for key, slot in zip(run, slots, strict=True) if slot >= 0], slots[slots >= 0], start
         view.held.update(run)
         view.runs.append((run, slots))

@@ -192,8 +192,10 @@ class NodeLeases:
         num_ready = self.manager.lookup(keys, lease.context)
         if num_ready is None:
             return self._answer(engine, lease, frame.request, [], [], ASK_AGAIN)
-        is_coming = self.manager.pool.states(keys[num_ready : num_ready + 1]) == bytes([PENDING])
-        ready = keys if num_ready == len(keys) else keys[:num_ready]
+        if num_ready == len(keys):
+            return self._answer(engine, lease, frame.request, keys, keys, ABSENT)
+        is_coming = self.manager.pool.states([keys[num_ready]]) == bytes([PENDING])
+        ready = keys[:num_ready]
         return self._answer(engine, lease, frame.request, ready, ready, PENDING if is_coming else ABSENT)
 
     def _look_up(self, engine: EngineLeases, frame: Frame) -> bytes:
