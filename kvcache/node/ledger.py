@@ -162,9 +162,10 @@ class Ledger:
 
 
 class LedgerFile(NamedTuple):
-    """What a ledger's file says: why it is not a whole ledger, or "", and of a whole one the rest.
+    """The content of a ledger's file, or why it is not a whole ledger.
 
-    `identity` is that of the pool, `processes` are the recorded processes that still run.
+    `fault` is that reason, or "". In a faulty ledger the other fields are empty. `identity` is that of the pool,
+    and `processes` are the recorded processes that still run.
     """
 
     fault: str

@@ -47,7 +47,7 @@ class Node:
     def check(self):
         """Compare the ledger with the manager, slot by slot."""
         pool, ledger = self.owner.pool.manager.pool, self.owner.pool.ledger
-        # Of what is reserved between two messages: promotions.
+        # Promotions reserve slots between two messages, and belong to no engine.
         assert self.leases._hooks.writer == OWNER
         for state in (1, 2):
             slots = [slot for slot in range(pool.num_blocks) if ledger.state[slot] == state]

@@ -304,7 +304,7 @@ def _run_tasks(queue: SimpleQueue[Any], stopping: Event) -> None:
         try:
             task()
         except Exception:
-            # LMCache's notifiers may raise. Later tasks must run all the same.
+            # LMCache's notifiers may raise, and later tasks must still run.
             _LOG.exception("KVCacheL2: a task failed")
 
 
