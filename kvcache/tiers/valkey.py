@@ -267,6 +267,9 @@ class ValkeyTier(SharedStoreTier):
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
+            if self._is_cluster:
+                # Its `close` leaves the connections of a client made from a URL open.
+                self._client.disconnect_connection_pools()
 
     def _server(self) -> Any:
         with self._connecting:

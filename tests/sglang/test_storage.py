@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from host_pools import PAGE, fill, mamba, mha, mla, page_of
+from local_stores import LocalValkey
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 from kvcache.integrations.sglang.pages import HostPages
@@ -144,8 +145,30 @@ def test_hybrid_pools_and_hit_policies(engine):
         storage.register_mem_host_pool_v2(mha(), PoolName.DRAFT)
     hybrid.close()
     assert storage.batch_get_v2([states("mamba", keys[:1])]) == {"mamba": [False]}
+    with pytest.raises(ValueError, match=r"fingerprint|block"):
+        engine({**pools, "swa": mha(heads=2)})
+    # Its other pools are closed.
     again = engine(pools)
     assert again.storage.batch_exists_v2(keys, [trailing, everything]) == result
+
+
+def test_latent_ranks_keep_own_states(engine):
+    pytest.importorskip("valkey")
+    server = LocalValkey()
+    extra = {"kind": "valkey", "url": server.url, "path": None, "capacity": None}
+    for rank in range(2):
+        engine({"kv": mla(), "mamba": mamba()}, extra=extra, rank=rank, num_ranks=2)
+    # One namespace for the latent values of both, and one for the states of each.
+    assert sum(name.endswith(b":epoch") for name in server.values) == 3
+    server.kill()
+
+
+def test_untaken_statistics_are_bounded(engine):
+    storage = engine().storage
+    storage.batch_set_v1(["a"], torch.arange(PAGE))
+    for _ in range(1100):
+        storage.batch_get_v1(["a"], torch.arange(PAGE))
+    assert len(storage.get_stats().prefetch_pgs) == 1024
 
 
 def test_hot_pages_survive_a_restart(engine):

@@ -17,10 +17,7 @@ from stores import (
     VALKEY_BINARY,
     ValkeyServer,
     blocks,
-    found,
-    load,
     load_as_is,
-    store,
     store_as_is,
     wait_for_reset,
 )
@@ -121,73 +118,3 @@ def test_blocks_before_reset_are_never_served(tmp_path):
     # They do share, or nothing was tested.
     assert counts.loaded_from_others.value > NUM_ROUNDS
     assert counts.stale.value == 0
-
-
-@pytest.fixture
-def server(tmp_path):
-    if VALKEY_BINARY is None:
-        pytest.skip("needs valkey-server or redis-server")
-    server = ValkeyServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
-
-
-def open_engines(server, opened, num_engines):
-    engines = [valkey.ValkeyTier(server.url, blocks(), fingerprint={"model": "m"}) for _ in range(num_engines)]
-    opened += engines
-    return engines
-
-
-def reset_all(engines, *versions):
-    for engine, version in zip(engines, versions, strict=True):
-        engine.reset(version)
-    for engine in engines:
-        wait_for_reset(engine)
-
-
-def held_by(engines, keys):
-    return [found(engine, keys) for engine in engines]
-
-
-def test_same_version_shares_after_reset(server, opened):
-    engines = open_engines(server, opened, 4)
-    store(engines[0], KEYS[:4])
-    reset_all(engines, 7, 7, "7", 7)
-    assert held_by(engines, KEYS[:4]) == [0] * 4
-    store(engines[0], KEYS[4:8])
-    assert held_by(engines, KEYS[4:8]) == [4] * 4
-    assert load(engines[3], KEYS[4:8]).done == KEYS[4:8]
-    # Blocks stored under the version outlive the resets of other engines to it, and a second one of the same engine.
-    reset_all(engines, 7, 7, 7, 7)
-    assert held_by(engines, KEYS[4:8]) == [4] * 4
-
-
-def test_late_engine_keeps_blocks_of_version(server, opened):
-    early, late = open_engines(server, opened, 2)
-    store(late, KEYS[:2])
-    reset_all([early], "step 8")
-    store(early, KEYS[2:4])
-    reset_all([late], "step 8")
-    assert held_by([early, late], KEYS[2:4]) == [2, 2]
-    assert held_by([early, late], KEYS[:2]) == [0, 0]
-
-
-@pytest.mark.parametrize("versions", [(7, 8, "9"), (None, None, None), (7, None, "None")])
-def test_different_versions_share_nothing(server, opened, versions):
-    engines = open_engines(server, opened, 3)
-    reset_all(engines, *versions)
-    for number, engine in enumerate(engines):
-        keys = KEYS[4 * number : 4 * number + 4]
-        store(engine, keys)
-        assert held_by(engines, keys) == [4 if other is engine else 0 for other in engines]
-
-
-def test_new_version_leaves_no_old_block(server, opened):
-    engines = open_engines(server, opened, 2)
-    for version in range(3):
-        reset_all(engines, version, version)
-        writer, reader = engines[version % 2], engines[1 - version % 2]
-        assert found(writer, KEYS[:4]) == 0
-        store(writer, KEYS[:4])
-        assert load(reader, KEYS[:4]).done == KEYS[:4]

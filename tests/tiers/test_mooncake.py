@@ -1,46 +1,69 @@
-"""The Mooncake tier against a real master and real store nodes: sharing, faults, foreign values.
+"""The Mooncake tier on a store in this process and, as slow tests, on a real master and real store nodes.
 
 The native client reads its time limits once in a process, so every tier here has the same.
 """
 
 import importlib
 import os
+import sys
 import time
+from contextlib import closing, suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import stores
+from local_stores import EXISTS, MOONCAKE, NO_SPACE, NOT_READY, LocalMooncake
 from stores import (
     KEYS,
     Impostor,
     MooncakeStore,
     StoreContract,
     found,
+    free_port,
     load,
     store,
     store_until_done,
-    until,
     wait_for,
     wait_for_reset,
 )
 
 from kvcache.tiering.checksum import SEAL_BYTES
+from kvcache.tiers import mooncake
 from kvcache.tiers.mooncake import MooncakeTier
-
-try:
-    NATIVE = importlib.import_module("mooncake.store").MooncakeDistributedStore
-except ImportError as error:
-    if os.environ.get("KVCACHE_EXPECT_STORES") == "1":
-        raise
-    pytest.skip(f"needs the extra 'mooncake': {error}", allow_module_level=True)
 
 TIMEOUT_S = 1.0
 BLOCK_BYTES = 1 << 16
 
 
+@pytest.fixture(scope="session")
+def native():
+    """The class of real clients."""
+    try:
+        return importlib.import_module("mooncake.store").MooncakeDistributedStore
+    except ImportError as error:
+        if os.environ.get("KVCACHE_EXPECT_STORES") == "1":
+            raise
+        pytest.skip(f"needs the extra 'mooncake': {error}")
+
+
 @pytest.fixture
-def make_store(tmp_path):
+def local(monkeypatch):
+    """A store in this process, whose master closes each connection."""
+    monkeypatch.setitem(sys.modules, "mooncake", SimpleNamespace(store=MOONCAKE))
+    monkeypatch.setitem(sys.modules, "mooncake.store", MOONCAKE)
+    monkeypatch.setattr(mooncake, "_idle_clients", {})
+    with closing(Impostor(b"")) as master:
+        yield SimpleNamespace(master=f"127.0.0.1:{master.port}", client_type=LocalMooncake)
+
+
+@pytest.fixture(params=["local", pytest.param("real_store", marks=pytest.mark.slow)])
+def shared_store(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def make_store(tmp_path, native):
     made = []
 
     def make(*nodes):
@@ -55,12 +78,13 @@ def make_store(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def shared_store(tmp_path_factory):
+def real_store(tmp_path_factory, native):
     store = MooncakeStore(tmp_path_factory.mktemp("store"))
     store.start_node()
     opened = []
     store_until_done(open_tier(opened, store.master, salt="until there is memory"), KEYS[:1])
     opened[0].shutdown()
+    store.client_type = native
     yield store
     store.close()
 
@@ -71,16 +95,16 @@ def open_tier(opened, master, **options):
     return tier
 
 
-def connected(master):
-    native = NATIVE()
-    assert native.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", master) == 0
-    return native
+def connected(client_type, master):
+    client = client_type()
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", master) == 0
+    return client
 
 
 @pytest.fixture
 def client(shared_store):
     """Another client of the store, with a registered buffer."""
-    native = connected(shared_store.master)
+    native = connected(shared_store.client_type, shared_store.master)
     buffer = np.zeros(4 * BLOCK_BYTES, np.uint8)
     assert native.register_buffer(buffer.ctypes.data, buffer.nbytes) == 0
     yield SimpleNamespace(native=native, buffer=buffer, address=buffer.ctypes.data)
@@ -93,6 +117,10 @@ class TestContract(StoreContract):
     @pytest.fixture(autouse=True)
     def _store(self, shared_store):
         self.place = {"master": shared_store.master, "timeout_s": TIMEOUT_S}
+
+    def open_tier(self, path, host_blocks, num_blocks):
+        pins = {"soft_pin": True, "soft_pin_ttl_s": 60.0}
+        return MooncakeTier(host_blocks=host_blocks, salt=str(path), **pins, **self.place)
 
 
 def test_damaged_values_are_removed_misses(shared_store, opened, client, tmp_path):
@@ -133,6 +161,63 @@ def test_unremovable_bad_value_is_reported(shared_store, opened, client, monkeyp
     assert "remove failed" in caplog.text
 
 
+@pytest.mark.parametrize(("answer", "done", "failed", "error"), [
+    (EXISTS, KEYS[1:2], [], ""), (NO_SPACE, KEYS[1:2], KEYS[:1], ""), (-800, [], KEYS[:2], "transfer failed (-800)"),
+])  # fmt: skip
+def test_answers_to_stores_become_outcomes(local, opened, monkeypatch, answer, done, failed, error):
+    tier = open_tier(opened, local.master, num_threads=1)
+    monkeypatch.setattr(LocalMooncake, "batch_put_from_multi_buffers", lambda *args: [answer, 0])
+    result = store(tier, KEYS[:2])
+    assert (result.done, result.failed, error in result.error) == (done, failed, True)
+    assert bool(error) == bool(result.error)
+
+
+@pytest.mark.parametrize("answer", [NOT_READY, -900])
+def test_answers_to_loads_become_outcomes(local, opened, monkeypatch, answer):
+    tier = open_tier(opened, local.master, num_threads=1)
+    store(tier, KEYS[:2])
+    monkeypatch.setattr(LocalMooncake, "batch_get_into_multi_buffers", lambda *args: [answer] * 2)
+    result = load(tier, KEYS[:2])
+    counts = tier.stats()
+    assert (result.done, counts.corrupt_blocks, counts.missed_blocks) == ([], 0, 2 * (answer == NOT_READY))
+    assert ("master cannot be reached" in result.error) == (answer != NOT_READY)
+    monkeypatch.setattr(LocalMooncake, "batch_is_exist", lambda *args: [1, answer])
+    assert store(tier, KEYS[2:4], job_id=3).failed == KEYS[2:4]
+
+
+def test_requested_copies_and_pins_reach_store(local, opened, monkeypatch):
+    configs = []
+    put = LocalMooncake.batch_put_from_multi_buffers
+    monkeypatch.setattr(
+        LocalMooncake, "batch_put_from_multi_buffers", lambda *args: (configs.append(args[-1]), put(*args))[1]
+    )
+    options = {"num_replicas": 2, "soft_pin": True, "soft_pin_ttl_s": 60.0, "num_threads": 1}
+    store(open_tier(opened, local.master, **options), KEYS[:2])
+    # The epoch, which no store may evict, and the blocks.
+    wanted = SimpleNamespace(replica_num=2, data_type="kvcache", soft_pin_action="enable", soft_pin_ttl_ms=60_000)
+    assert configs == [SimpleNamespace(with_hard_pin=True), wanted]
+
+
+def test_late_master_is_tried_first(local, opened, monkeypatch):
+    master, trials = f"127.0.0.1:{free_port()}", []
+
+    def try_in_a_process(setup):
+        trials.append(setup)
+        if len(trials) == 1:
+            raise OSError("not yet")
+
+    monkeypatch.setattr(mooncake, "_try_in_a_process", try_in_a_process)
+    tier = open_tier(opened, master, lend_bytes=1 << 20)
+    assert "no connection" in store(tier, KEYS[:2]).error
+    with closing(Impostor(b"", port=tier._master[1])):
+        for _ in range(2):
+            with suppress(OSError):
+                tier.maintain()
+    # What is tried lends no memory.
+    assert [(setup[2], setup[-1]) for setup in trials] == [(0, master)] * 2
+    store_until_done(tier, KEYS[:2])
+
+
 @pytest.mark.parametrize(("name", "move"), [("_storing", store), ("_loading", load)])
 def test_batch_waits_bounded_time_for_client(shared_store, opened, tmp_path, name, move):
     tier = open_tier(opened, shared_store.master, salt=str(tmp_path))
@@ -159,24 +244,6 @@ def test_lost_epoch_is_not_announced_again(shared_store, opened, client, tmp_pat
     late = open_tier(opened, shared_store.master, salt=salt)
     assert late.name_of(b"").split(":")[2] not in own
     assert found(late, KEYS[:4]) == 0
-
-
-def test_soft_pins_and_replicas_are_requested(make_store, opened):
-    replicated = make_store("32MB", "32MB")
-    options = {"num_replicas": 2, "soft_pin": True, "soft_pin_ttl_s": 60.0}
-    tier = open_tier(opened, replicated.master, **options)
-    # The first blocks may come before the second node does.
-    keys = iter(KEYS)
-
-    def is_replicated():
-        key = next(keys)
-        store_until_done(tier, [key])
-        native = connected(replicated.master)
-        num_replicas = len(native.get_replica_desc(tier.name_of(key)))
-        native.close()
-        return num_replicas == 2
-
-    until(is_replicated)
 
 
 def test_late_master_is_used(make_store, opened):
@@ -218,18 +285,30 @@ def test_load_from_stopped_process_fails(make_store, opened, stopped):
     assert len(turns) > 10
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The calls that connect or close a client."""
+@pytest.fixture(params=["local", pytest.param("make_store", marks=pytest.mark.slow)])
+def fresh(request):
+    """A store of which no tier has been opened."""
+    if request.param == "local":
+        return request.getfixturevalue("local")
+    store = request.getfixturevalue("make_store")("64MB")
+    store.client_type = request.getfixturevalue("native")
+    return store
+
+
+def record_calls(client_type, monkeypatch):
+    """Return a list that grows with the calls that connect or close a client."""
     calls = []
+
+    def record(name, method):
+        monkeypatch.setattr(client_type, name, lambda *args, **kw: (calls.append(name), method(*args, **kw))[1])
+
     for name in ("setup", "close"):
-        method = getattr(NATIVE, name)
-        monkeypatch.setattr(NATIVE, name, lambda *args, n=name, m=method, **kw: (calls.append(n), m(*args, **kw))[1])
+        record(name, getattr(client_type, name))
     return calls
 
 
-def test_client_is_kept_for_next_tier(make_store, opened, calls):
-    fresh = make_store("64MB")
+def test_client_is_kept_for_next_tier(fresh, opened, monkeypatch):
+    calls = record_calls(fresh.client_type, monkeypatch)
     tier = open_tier(opened, fresh.master)
     store_until_done(tier, KEYS[:4])
     tier.shutdown()
@@ -243,7 +322,8 @@ def test_client_is_kept_for_next_tier(make_store, opened, calls):
     assert calls == ["setup", "setup"]
 
 
-def test_silent_master_gets_no_client(make_store, opened, calls):
+def test_silent_master_gets_no_client(make_store, native, opened, monkeypatch):
+    calls = record_calls(native, monkeypatch)
     fresh = make_store("64MB")
     stores.pause(fresh.process.pid)
     try:
@@ -256,6 +336,8 @@ def test_silent_master_gets_no_client(make_store, opened, calls):
     assert calls == ["setup"]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("native")
 def test_other_protocol_causes_no_hang(opened):
     impostor = Impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     tier = open_tier(opened, f"127.0.0.1:{impostor.port}")

@@ -66,18 +66,27 @@ def reset_all(engines, *versions):
 
 def test_same_version_shares_after_reset(open_engine):
     engines = [open_engine() for _ in range(3)]
-    reset_all(engines, "v7", "v7", "v7")
+    reset_all(engines, 7, "7", 7)
     store(engines[0], KEYS[:4])
     assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4]] * 3
-    reset_all(engines, "v7", "v7", "v7")
+    reset_all(engines, 7, 7, "7")
     assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4]] * 3
 
 
 def test_random_epochs_share_nothing(open_engine):
-    engines = [open_engine() for _ in range(3)]
-    reset_all(engines, None, None, "v7")
+    engines = [open_engine() for _ in range(4)]
+    reset_all(engines, None, None, "v7", "None")
     store(engines[0], KEYS[:4])
-    assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4], [], []]
+    assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4], [], [], []]
+
+
+def test_late_engine_keeps_blocks_of_version(open_engine):
+    early, late = open_engine(), open_engine()
+    store(late, KEYS[:2])
+    reset_all([early], "step 8")
+    store(early, KEYS[2:4])
+    reset_all([late], "step 8")
+    assert [found(engine, keys) for engine in (early, late) for keys in (KEYS[2:4], KEYS[:2])] == [2, 0, 2, 0]
 
 
 def test_reset_deletes_left_epoch_only(open_engine, values):
@@ -175,6 +184,18 @@ def test_lost_epoch_is_announced_again(open_engine, values):
     store(engine, KEYS[:2])
     assert found(open_engine(), KEYS[:2]) == 0
     assert found(engine, KEYS[:2]) == 2
+
+
+def test_epoch_of_faster_engine_stays(open_engine, values, monkeypatch):
+    """An epoch that another engine announces between two calls of this one is not replaced."""
+    engine, name = open_engine(), open_engine().epoch_name
+    values[name] = "another"
+    monkeypatch.setattr(DictStoreTier, "read_epoch", lambda _: None)
+    engine.maintain()
+    assert values[name] == "another"
+    late = DictStoreTier(values, blocks(), fingerprint={"model": "m"})
+    late.shutdown()
+    assert values[name] == "another"
 
 
 def test_engine_starts_without_its_store(opened, values, monkeypatch):

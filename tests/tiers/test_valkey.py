@@ -1,15 +1,21 @@
-"""The Valkey tier against real servers: sharing, faults, credentials, foreign values."""
+"""The Valkey tier on a server in this process and, as slow tests, on real ones."""
 
 import io
 import shlex
 import shutil
+import socket
 import struct
 import subprocess
+import time
+from contextlib import suppress
+from threading import Thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import xxhash
 from blake3 import blake3
+from local_stores import NUM_SLOTS, LocalValkey
 from stores import (
     KEYS,
     VALKEY_BINARY,
@@ -27,10 +33,9 @@ from stores import (
 )
 from valkey import Valkey
 
-from kvcache.tiering import lifecycle
 from kvcache.tiering.checksum import Namespace
-from kvcache.tiers import valkey
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyTier
+from kvcache.tiers.valkey_wire import Channel, WireError
 
 BLOCK_BYTES = 4096
 
@@ -53,8 +58,26 @@ def make_server(tmp_path):
 
 
 @pytest.fixture
-def server(make_server):
-    return make_server()
+def local():
+    server = LocalValkey()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["local", pytest.param("make_server", marks=pytest.mark.slow)])
+def server(request):
+    server = request.getfixturevalue(request.param)
+    return server if request.param == "local" else server()
+
+
+@pytest.fixture(params=["local", pytest.param("make_server", marks=pytest.mark.slow)])
+def locked_server(request):
+    """A server whose password is "sesame"."""
+    server = request.getfixturevalue(request.param)
+    if request.param != "local":
+        return server("--requirepass", "sesame")
+    server.password = b"sesame"
+    return server
 
 
 @pytest.fixture
@@ -78,15 +101,18 @@ class TestContract(StoreContract):
 
 
 @pytest.mark.parametrize("ttl_s", [None, 60.0])
-def test_block_of_others_is_not_resent(server, client, opened, ttl_s):
-    first = open_tier(opened, server.url, ttl_s=ttl_s)
-    second = open_tier(opened, server.url, ttl_s=ttl_s)
+def test_block_of_others_is_renewed_only(local, opened, ttl_s):
+    first, second = (open_tier(opened, local.url, ttl_s=ttl_s) for _ in range(2))
     store(first, KEYS[:8])
-    num_sets = client.info("commandstats")["cmdstat_set"]["calls"]
+    ttl_ms = None if ttl_s is None else 60_000
+    names = [first.store_name(key) for key in KEYS[:12]]
+    local.ttls_ms.update(dict.fromkeys(names[:8], 1))
+    local.calls.clear()
     # Neither stored by this engine nor refused to it; and known to be there without another question.
     result = store(second, KEYS[4:12])
     assert (sorted(result.done), result.failed, result.error) == (KEYS[8:12], [], "")
-    assert client.info("commandstats")["cmdstat_set"]["calls"] == num_sets + 4
+    assert local.calls == {b"TOUCH" if ttl_s is None else b"PEXPIRE": 8, b"SET": 4}
+    assert [local.ttls_ms[name] for name in names] == [1] * (4 if ttl_s else 8) + [ttl_ms] * (8 if ttl_s else 4)
     assert second.lookup(KEYS[4:12]) == 8
     assert second.stats().stored_blocks == 4
 
@@ -94,6 +120,63 @@ def test_block_of_others_is_not_resent(server, client, opened, ttl_s):
 def test_bytes_under_way_are_bounded(server, opened):
     tier = open_tier(opened, server.url, max_queued_bytes=9 * BLOCK_BYTES - 1)
     assert tier.max_queued_blocks == 8
+
+
+def test_large_blocks_are_asked_for_once(local, opened):
+    # Two blocks are a window.
+    tier = open_tier(opened, local.url, 1 << 19, num_threads=1)
+    keys = KEYS[:9]
+    local.calls.clear()
+    assert sorted(store(tier, keys).done) == keys
+    held = set(keys[:4])
+    for key in keys[4:]:
+        del local.values[tier.store_name(key)]
+    assert set(load(tier, keys).done) == held
+    assert [local.calls[name] for name in (b"TOUCH", b"SET", b"GET")] == [9, 9, 9]
+
+
+def test_full_server_refuses_blocks_not_jobs(local, opened):
+    tier = open_tier(opened, local.url)
+    full = {tier.store_name(key) for key in KEYS[1:3]}
+    local.intercept = lambda command: b"-OOM no memory\r\n" if command[0] == b"SET" and command[1] in full else None
+    result = store(tier, KEYS[:4])
+    assert (sorted(result.done), sorted(result.failed), result.error) == ([KEYS[0], KEYS[3]], KEYS[1:3], "")
+    local.intercept = lambda command: b"-READONLY a replica\r\n" if command[0] == b"SET" else None
+    assert "READONLY a replica" in store(tier, KEYS[4:6], job_id=3).error
+
+
+@pytest.mark.parametrize("answer", [
+    b"-LOADING not yet\r\n", b"HTTP/1.1 400 Bad Request\r\n", b"$5\r\nshort", b"$1073741824\r\n", b"$2\r\nabcd\r\n",
+    b":x\r\n", b"x" * 5000, b"+OK\n",
+])  # fmt: skip
+def test_nonsense_fails_job_and_connection(local, opened, answer):
+    tier = open_tier(opened, local.url, timeout_s=0.2, num_threads=1)
+    store(tier, KEYS[:4])
+    third = tier.store_name(KEYS[2])
+    local.intercept = lambda command: answer if command == [b"GET", third] else None
+    result = load(tier, KEYS[:4])
+    assert (bool(result.error), KEYS[2] in result.done, KEYS[3] in result.done) == (True, False, False)
+    # What the connection still holds is not taken for the answers of the next job.
+    local.intercept = lambda command: None
+    assert load(tier, KEYS[:4], job_id=3).done == KEYS[:4]
+
+
+def test_slow_bytes_do_not_extend_deadline():
+    ours, theirs = socket.socketpair()
+    ours.settimeout(5.0)
+
+    def drip():
+        with suppress(OSError):
+            while True:
+                theirs.sendall(b":")
+                time.sleep(0.01)
+
+    Thread(target=drip, daemon=True).start()
+    with ours, theirs:
+        server = Channel(SimpleNamespace(_sock=ours), 0.2)
+        server.send([b"EXISTS"])
+        with pytest.raises(WireError, match=r"took more than 0\.2 s"):
+            server.read_flag()
 
 
 def test_damaged_values_are_deleted_misses(server, client, opened):
@@ -146,28 +229,6 @@ def test_resets_after_memory_loss_differ(server, opened):
     assert epoch_of(open_tier(opened, server.url)) == epoch_of(first)
 
 
-def test_half_failed_reset_deletes_later(server, client, opened, monkeypatch):
-    monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
-    tier = open_tier(opened, server.url)
-    store(tier, KEYS[:4])
-    delete, calls = valkey._unlink, []
-
-    def fail_once(*args):
-        calls.append(args)
-        if len(calls) == 1:
-            raise OSError("the cable")
-        return delete(*args)
-
-    monkeypatch.setattr(valkey, "_unlink", fail_once)
-    tier.reset()
-    wait_for_reset(tier)
-    assert [name for name in client.scan_iter() if not name.endswith(b":epoch")] == []
-
-
-NUM_FORGED = 10_000
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("salt", ["", "0123456789abcdef"])
 def test_value_without_salt_is_never_accepted(server, client, opened, salt):
     tier = open_tier(opened, server.url, 512, fingerprint={"model": "m"}, salt=salt)
@@ -179,16 +240,14 @@ def test_value_without_salt_is_never_accepted(server, client, opened, salt):
     names = {key: tier.store_name(key) for key in KEYS}
     own = {key: client.get(name) for key, name in names.items()}
     dice = np.random.default_rng(0)
-    num_forged = 0
-    while num_forged < NUM_FORGED:
+    for turn in range(9):
         for i, key in enumerate(KEYS):
-            client.set(names[key], forged(names[key], key, own, old, (num_forged + i) % 9, dice))
-        result = load_as_is(tier, KEYS, 10 + num_forged)
+            client.set(names[key], forged(names[key], key, own, old, (turn + i) % 9, dice))
+        result = load_as_is(tier, KEYS, 10 + turn)
         assert (result.done, result.error) == ([], "")
-        num_forged += len(KEYS)
         # Or it would not read these keys again.
         tier._life.catalog._bad.clear()
-    assert tier.stats().corrupt_blocks == num_forged
+    assert tier.stats().corrupt_blocks == 9 * len(KEYS)
     for key, value in own.items():
         client.set(names[key], value)
     assert load(tier, KEYS, job_id=6).done == KEYS
@@ -216,8 +275,8 @@ def forged(name, key, own, old, way, dice):
     ][way]
 
 
-def test_password_from_environment_is_not_shown(make_server, opened, monkeypatch):
-    server = make_server("--requirepass", "sesame")
+def test_password_from_environment_is_not_shown(locked_server, opened, monkeypatch):
+    server = locked_server
     with pytest.raises(ValueError, match="refuses the credentials") as raised:
         ValkeyTier(f"valkey://:opensesame@127.0.0.1:{server.port}", blocks())
     assert "opensesame" not in str(raised.value)
@@ -227,8 +286,7 @@ def test_password_from_environment_is_not_shown(make_server, opened, monkeypatch
     assert "sesame" not in repr(tier)
 
 
-def test_late_server_is_used(make_server, opened):
-    server = make_server()
+def test_late_server_is_used(server, opened):
     server.kill()
     tier = open_tier(opened, server.url, timeout_s=0.5)
     assert store(tier, KEYS[:2]).error
@@ -237,8 +295,23 @@ def test_late_server_is_used(make_server, opened):
 
 
 @pytest.fixture
-def cluster(make_server, tmp_path):
+def local_cluster():
+    servers = [LocalValkey() for _ in range(3)]
+    for number, server in enumerate(servers):
+        server.peers, server.slots = servers, range(number * 5462, min(NUM_SLOTS, number * 5462 + 5462))
+    yield servers
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture(params=["local_cluster", pytest.param("real_cluster", marks=pytest.mark.slow)])
+def cluster(request):
     """Three servers that hold a third of the slots each."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def real_cluster(make_server, tmp_path):
     servers = []
     for number in range(3):
         options = ["--cluster-enabled", "yes", "--cluster-config-file", str(tmp_path / f"nodes-{number}.conf")]
@@ -264,33 +337,37 @@ def wait_for_sign(clients, sign):
     until(lambda: all(sign in client.execute_command("CLUSTER", "INFO") for client in clients), sign.decode())
 
 
-def test_cluster_uses_all_its_servers(cluster, opened):
-    url = cluster[0].url
-    first = open_tier(opened, url, cluster=True)
-    assert sorted(store(first, KEYS).done) == KEYS
+def sizes_of(cluster):
     sizes = []
     for server in cluster:
         with Valkey(port=server.port) as client:
             sizes.append(client.dbsize())
+    return sizes
+
+
+def test_cluster_uses_all_its_servers(cluster, opened):
+    url = cluster[0].url
+    first = open_tier(opened, url, cluster=True)
+    assert sorted(store(first, KEYS).done) == KEYS
     # The blocks and the epoch.
-    assert sum(sizes) == len(KEYS) + 1
-    assert min(sizes) > 0
+    assert sum(sizes_of(cluster)) == len(KEYS) + 1
+    assert min(sizes_of(cluster)) > 0
     second = open_tier(opened, cluster[1].url, cluster=True)
     assert found(second, KEYS) == len(KEYS)
     assert sorted(load(second, KEYS).done) == KEYS
     second.reset()
     wait_for_reset(second)
-    assert found(second, KEYS) == 0
+    assert (found(second, KEYS), sum(sizes_of(cluster))) == (0, 1)
     assert sorted(store(second, KEYS, job_id=3).done) == KEYS
 
 
-def test_moved_slot_is_followed(cluster, opened):
-    tier = open_tier(opened, cluster[0].url, cluster=True)
-    store(tier, KEYS)
-    clients = [Valkey(port=server.port) for server in cluster]
-    ids = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
-    # An empty server hands over all its slots: its blocks are lost, and other servers answer for them.
+def hand_over(cluster, clients):
+    """Give the slots of the third server, which is emptied, to another one."""
     clients[2].flushall()
+    if isinstance(cluster[2], LocalValkey):
+        cluster[1].slots, cluster[2].slots = range(5462, NUM_SLOTS), range(0)
+        return
+    ids = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
     for slot in range(2 * 5462, 16384):
         for client in clients:
             client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[0])
@@ -303,6 +380,14 @@ def test_moved_slot_is_followed(cluster, opened):
 
     until(lambda: owners(16383) == {ids[0]}, f"{ids[0]} as the owner of all moved slots")
     wait_for_sign(clients, b"cluster_state:ok")
+
+
+def test_moved_slot_is_followed(cluster, opened):
+    tier = open_tier(opened, cluster[0].url, cluster=True)
+    store(tier, KEYS)
+    clients = [Valkey(port=server.port) for server in cluster]
+    # The blocks of the empty server are lost, and other servers answer for them.
+    hand_over(cluster, clients)
     result = load(tier, KEYS)
     assert (result.error, bool(result.done), bool(result.failed)) == ("", True, True)
     assert sorted(store(tier, result.failed, job_id=3).done) == sorted(result.failed)
@@ -335,6 +420,7 @@ def test_tls_server_needs_given_authority(make_server, opened, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("server", ["make_server"], indirect=True)
 def test_clear_refuses_clients_and_foreign_prefixes(server, client, run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     client.mset({"kvcache:a:epoch": "1", "kvcache:a:1:x": "x", "kvcache:b:1:x": "x", "other": "stays"})

@@ -1,0 +1,226 @@
+"""Stores in this process, for fast tests: the commands and calls that tiers and their tests make, on a dict.
+
+The same tests run over real stores as slow ones, which shows that these answer alike.
+"""
+
+import binascii
+import ctypes
+import re
+import socket
+from collections import Counter, defaultdict
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from threading import Lock, Thread
+from types import SimpleNamespace
+
+NUM_SLOTS = 16384
+
+
+class LocalValkey:
+    """A Valkey server on loopback; `calls` counts its commands.
+
+    ``intercept(command)`` may return what the server sends without executing a command, given as its parts.
+    """
+
+    def __init__(self):
+        self.port = 0
+        self.password = b""
+        self.slots, self.peers = range(NUM_SLOTS), [self]
+        self.values, self.ttls_ms = {}, {}
+        self.calls = Counter()
+        self.intercept = lambda command: None
+        self._lock = Lock()
+        self._connections = set()
+        self.start()
+
+    @property
+    def url(self):
+        return f"valkey://127.0.0.1:{self.port}"
+
+    def start(self):
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self._listener.getsockname()[1]
+        Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def kill(self):
+        """Lose all values and connections; `start` opens the same port again."""
+        for end in (self._listener, *self._connections):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.values.clear()
+
+    def _accept(self, listener):
+        with suppress(OSError):
+            while True:
+                end, _ = listener.accept()
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._connections.add(end)
+                Thread(target=self._serve, args=(end,), daemon=True).start()
+
+    def _serve(self, end):
+        with end, end.makefile("rb") as stream, suppress(OSError):
+            while line := stream.readline():
+                command = []
+                for _ in range(int(line[1:])):
+                    num_bytes = int(stream.readline()[1:])
+                    command.append(stream.read(num_bytes + 2)[:-2])
+                end.sendall(self.intercept(command) or self.answer(command))
+        self._connections.discard(end)
+
+    def answer(self, command):
+        """Execute a command, and return the bytes of its answer."""
+        name, *arguments = command
+        method = getattr(self, f"_{name.decode().lower()}", None)
+        with self._lock:
+            self.calls[name] += 1
+            if method is not None and name in (b"GET", b"SET", b"EXISTS", b"TOUCH", b"PEXPIRE", b"UNLINK"):
+                slot = binascii.crc_hqx(arguments[0], 0) % NUM_SLOTS
+                if slot not in self.slots:
+                    owner = next(peer for peer in self.peers if slot in peer.slots)
+                    return b"-MOVED %d 127.0.0.1:%d\r\n" % (slot, owner.port)
+            return encoded("+OK" if method is None else method(*arguments))
+
+    def _get(self, name):
+        value = self.values.get(name)
+        return value if value is None or isinstance(value, bytes) else "-WRONGTYPE not a string"
+
+    def _set(self, name, value, *options):
+        if b"NX" in options and name in self.values:
+            return None
+        self.values[name] = value
+        self.ttls_ms[name] = int(options[options.index(b"PX") + 1]) if b"PX" in options else None
+        return "+OK"
+
+    def _rpush(self, name, value):
+        self.values[name] = [value]
+        return 1
+
+    def _exists(self, name):
+        return int(name in self.values)
+
+    _touch = _exists
+
+    def _pexpire(self, name, ttl_ms):
+        self.ttls_ms[name] = int(ttl_ms)
+        return int(name in self.values)
+
+    def _unlink(self, name):
+        return int(self.values.pop(name, None) is not None)
+
+    _del = _unlink
+
+    def _scan(self, cursor, *options):
+        pattern = options[options.index(b"MATCH") + 1] if b"MATCH" in options else b"*"
+        return [b"0", [name for name in self.values if fnmatchcase(name, pattern)]]
+
+    def _auth(self, *arguments):
+        return "+OK" if arguments[-1] == self.password else "-WRONGPASS invalid username-password pair"
+
+    def _flushall(self):
+        self.values.clear()
+        return "+OK"
+
+    def _dbsize(self):
+        return len(self.values)
+
+    def _command(self):
+        return [[name, -2, [], 1, 1, 1] for name in (b"get", b"set", b"unlink")]
+
+    def _cluster(self, _):
+        nodes = [[peer.slots, [b"127.0.0.1", peer.port, b"%d" % peer.port]] for peer in self.peers]
+        replicas = [node for slots, node in nodes if not slots]
+        return [[slots[0], slots[-1], node, *replicas] for slots, node in nodes if slots]
+
+
+def encoded(answer):
+    """Return an answer in the servers' protocol; a str is a line as it is sent."""
+    if isinstance(answer, str):
+        return answer.encode() + b"\r\n"
+    if isinstance(answer, int):
+        return b":%d\r\n" % answer
+    if isinstance(answer, list):
+        return b"*%d\r\n" % len(answer) + b"".join(map(encoded, answer))
+    return b"$-1\r\n" if answer is None else b"$%d\r\n%b\r\n" % (len(answer), answer)
+
+
+STORES = defaultdict(dict)
+"""The values of Mooncake's stores, by master and tenant."""
+NO_SPACE, BAD_SIZE, NOT_READY, NOT_FOUND, EXISTS = -200, -600, -703, -704, -705
+
+
+class LocalMooncake:
+    """A client of Mooncake, whose stores are dicts of this process."""
+
+    def setup(self, host, metadata, lend_bytes, buffer_bytes, protocol, device, master, tenant_id="default"):
+        self.values, self._regions = STORES[master, tenant_id], {}
+        return 0
+
+    def register_buffer(self, address, num_bytes):
+        self._regions[address] = num_bytes
+        return 0
+
+    def unregister_buffer(self, address):
+        del self._regions[address]
+
+    def _read(self, address, num_bytes):
+        self._check(address, num_bytes)
+        return ctypes.string_at(address, num_bytes)
+
+    def _check(self, address, num_bytes):
+        parts = self._regions.items()
+        assert any(start <= address and address + num_bytes <= start + size for start, size in parts), "not registered"
+
+    def put_from(self, name, address, num_bytes, config=None):
+        return self.batch_put_from_multi_buffers([name], [[address]], [[num_bytes]], config)[0]
+
+    def upsert_from(self, name, address, num_bytes, config):
+        self.values[name] = self._read(address, num_bytes)
+        return 0
+
+    def get_into(self, name, address, num_bytes):
+        return self.batch_get_into_multi_buffers([name], [[address]], [[num_bytes]])[0]
+
+    def batch_put_from_multi_buffers(self, names, addresses, sizes, config):
+        answers = []
+        for name, *parts in zip(names, addresses, sizes, strict=True):
+            answers.append(EXISTS if name in self.values else 0)
+            self.values.setdefault(name, b"".join(map(self._read, *parts)))
+        return answers
+
+    def batch_get_into_multi_buffers(self, names, addresses, sizes):
+        answers = []
+        for name, starts, lengths in zip(names, addresses, sizes, strict=True):
+            value = self.values.get(name)
+            answers.append(NOT_FOUND if value is None else BAD_SIZE if len(value) > sum(lengths) else len(value))
+            for start, length in zip(starts, lengths, strict=True) if answers[-1] >= 0 else ():
+                self._check(start, length)
+                ctypes.memmove(start, value[:length], min(length, len(value)))
+                value = value[length:]
+        return answers
+
+    def batch_is_exist(self, names):
+        return [int(name in self.values) for name in names]
+
+    def get_size(self, name):
+        return len(self.values[name]) if name in self.values else NOT_FOUND
+
+    def remove(self, name, force):
+        return NOT_FOUND if self.values.pop(name, None) is None else 0
+
+    def batch_remove(self, names, force):
+        return [self.remove(name, force) for name in names]
+
+    def remove_by_regex(self, regex, force):
+        return sum(self.remove(name, force) == 0 for name in list(self.values) if re.match(regex, name))
+
+    def close(self):
+        self._regions.clear()
+
+
+MOONCAKE = SimpleNamespace(
+    MooncakeDistributedStore=LocalMooncake,
+    ReplicateConfig=SimpleNamespace,
+    ObjectDataType=SimpleNamespace(KVCACHE="kvcache"),
+    SoftPinAction=SimpleNamespace(ENABLE="enable"),
+)
