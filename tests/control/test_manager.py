@@ -15,6 +15,7 @@ from kvcache import (
     ManagerStats,
     OffloadingEvent,
     OffloadingManager,
+    ReqContext,
 )
 from kvcache.testing.reference import ReferenceLRU
 
@@ -123,6 +124,14 @@ def test_every_call_takes_any_iterable(make: Make, form: Callable[[list[bytes]],
     assert manager.stats().num_referenced == 2
     manager.complete_load(form([A, B]))
     assert manager.stats().num_referenced == 0
+
+
+def test_request_that_only_ends_uses_positions(make: Make) -> None:
+    manager, context = make(2), ReqContext()
+    store(manager, A, B)
+    context.set_offload_key_positions({A: 16})
+    manager.on_request_finished(context, use_positions=True)
+    assert store(manager, C) == [B]
 
 
 def test_outputs_keep_their_older_names(make: Make) -> None:

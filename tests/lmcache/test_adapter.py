@@ -64,6 +64,7 @@ def test_capacity_holds_and_locked_objects_stay(harness, tmp_path):
     l2.adapter.delete(list(locked))
     assert l2.load(locked) == [0, 1, 2]
     l2.adapter.submit_unlock(list(locked))
+    assert l2.adapter.report_status()["num_locked"] == 0
     assert len(l2.keys()) == sum(size["num_held"] for size in l2.adapter.report_status()["sizes"].values())
 
 

@@ -176,6 +176,22 @@ def test_slot_of_two_requests_counts_once(node):
     assert node.leases.engines[engine.number].num_held == 0
 
 
+def test_request_finds_blocks_after_reset(node):
+    node = node(64)
+    engine, other = node.engine("a"), node.engine("b")
+    turn(engine, *prompt(1, 4))
+    keys, context = prompt(1, 4)
+    assert engine.lookup(keys, context) == 4
+    engine.prepare_load(keys, context)
+    other.reset_cache()
+    # The request's slots are withheld until it has given them back.
+    assert engine.owner_figures()["num_free"] == 60
+    engine.complete_load(keys, context)
+    turn(other, *prompt(1, 4))
+    assert engine.lookup(keys, context) == 4
+    node.check()
+
+
 def test_greeting_names_own_slots_only(node, monkeypatch):
     node = node(64)
     first, second = node.engine("a"), node.engine("b")

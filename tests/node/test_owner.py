@@ -199,6 +199,22 @@ def _frames(node):
     }  # fmt: skip
 
 
+def test_unread_answers_arrive_later(node):
+    node = node(64)
+    node.engine("a")
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(str(node.folder / "socket"))
+    with sock:
+        # More than the buffer of a socket takes.
+        sock.sendall(b"".join(pack(protocol.STATS, 0, number) for number in range(4000)))
+        wait_for(lambda: node.owner.stats["frames"] > 4000)
+        reader, frames = protocol.FrameReader(), []
+        sock.settimeout(30)
+        while len(frames) < 4000:
+            frames += reader.feed(sock.recv(1 << 16))
+    assert [frame.request for frame in frames] == list(range(4000))
+
+
 def test_broken_client_is_dropped_alone(node):
     node = node(64)
     engine = node.engine("a")

@@ -187,6 +187,32 @@ def test_corrupt_block_is_absent_until_stored(make, host, store, slots):
     assert found(tier, keys_of("ab")) == 2
 
 
+def test_delete_waits_until_erased(make, store):
+    tier, erased = make(slots=8), []
+    save(tier, keys_of("abc"))
+    tier.erase = lambda slots: (store.enter("erase"), erased.extend(slots))
+    store.gate.clear()
+    assert tier.delete(keys_of("ax"), timeout_s=0.01) == [b"a"]
+    threading.Timer(0.02, store.gate.set).start()
+    assert tier.delete(keys_of("b"), timeout_s=60) == [b"b"]
+    assert erased == [0, 1]
+
+
+def test_no_slot_is_erased_beside_reset(make, store):
+    # Blocks of after the reset may get the slots of deleted ones at any time.
+    tier, erased, is_over = make(slots=8), [], threading.Event()
+    tier.erase = erased.extend
+    save(tier, keys_of("abc"))
+    tier.get = lambda batch: is_over.wait() and []
+    tier.submit_load(9, keys_of("c"), [0])
+    tier.delete(keys_of("ab"))
+    tier.reset()
+    assert tier._life.maintain(60)
+    is_over.set()
+    wait_for_reset(tier)
+    assert (tier._life.maintain(60), erased) == (True, [])
+
+
 @pytest.mark.parametrize("slots", [None, 8])
 def test_removal_without_a_job_is_reported(make, host, slots):
     tier = make(slots=slots)

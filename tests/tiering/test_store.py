@@ -371,6 +371,8 @@ def test_refused_jobs_are_halved_in_order(monkeypatch):
         monkeypatch.setattr(store.tier, take.__name__, submit)
     assert all(put(store, range(4)) + get(store, range(4)))
     assert jobs == [[3, 2, 1, 0], [1, 0], [3, 2], [0, 1, 2, 3], [0, 1], [2, 3]]
+    # A refused job gives its rows back.
+    assert all(put(store, range(first, first + 4)) == [True] * 4 for first in range(4, 84, 4))
 
 
 def test_rows_of_hanging_stores_come_back():
@@ -389,6 +391,15 @@ def test_rows_of_hanging_stores_come_back():
     assert all(put(store, range(20, 40)))
     assert store.stored == [key_of(n) for n in (0, *range(1, 5), *range(20, 40))]
     assert all(get(store, [0, 1, 4, *range(20, 40)]))
+
+
+def test_paused_reads_ask_tier_nothing(monkeypatch):
+    store, asked = SteppedStore(), []
+    put(store, [0])
+    monkeypatch.setattr(store.tier, "load_now", lambda keys, _: asked.append(keys) or [], raising=False)
+    monkeypatch.setattr(store.tier, "lookup", lambda _: 1 / 0)
+    assert [store.num_held([key_of(0)]) for _ in range(3)] == [0] * 3
+    assert (store.get([key_of(0)], [bytearray(BLOCK_BYTES)]), asked) == ([False], [])
 
 
 def test_failed_reset_is_tried_again(monkeypatch):

@@ -65,6 +65,24 @@ def test_restart_finds_blocks_and_recency(bench, monkeypatch):
     assert store(tier, bench.keys(*range(10, 18))).removed == bench.keys(2, 4, 5, 6, 7, 1, 3, 0)
 
 
+def test_all_slots_keep_their_recency(bench):
+    """The file of recency is written in pages of 256 slots."""
+    options = {"num_blocks": 600, "block_bytes": 512, "page_cache": True}
+    tier = bench.open(**options)
+    keys = bench.keys(*range(600))
+    for first in range(0, 600, 50):
+        store(tier, keys[first : first + 50])
+    tier.flush()
+    for number in (0, 254, 255, 256, 599):
+        assert load(tier, keys[number : number + 2]).failed == []
+    assert tier.load_now(keys[255:257], [[row.data] for row in tier.host_rows[:2]]) == keys[255:257]
+    recency = tier._store.table.recency.copy()
+    uses = {number: recency["uses"][number] for number in np.flatnonzero(recency["uses"]).tolist()}
+    assert uses == {0: 1, 1: 1, 254: 1, 255: 3, 256: 3, 257: 1, 599: 1}
+    tier.shutdown()
+    assert np.array_equal(bench.open(**options)._store.table.recency, recency)
+
+
 def test_restart_after_slots_were_reused(bench):
     tier = bench.open(num_blocks=4)
     for first in range(0, 40, 3):
@@ -329,6 +347,9 @@ def test_removed_folder_makes_the_tier_quiet(bench, tmp_path, is_moved, caplog):
     # The space is released right after the reason is set.
     size = 16 * BLOCK_BYTES if is_moved else 0
     until(lambda: os.fstat(tier._store.fd).st_size == size)
+    for _ in range(3):
+        tier.maintain()
+    assert caplog.text.count("was removed") == 1
     assert tier.lookup(bench.keys(1)) == 0
     assert tier.submit_store(5, bench.keys(2), [0]) is False
 

@@ -241,10 +241,14 @@ def test_foreign_directory_is_left_unchanged(bench, name):
     assert [(path.name, path.read_text()) for path in bench.path.iterdir()] == [(name, "precious")]
 
 
+@pytest.mark.parametrize("is_reopened", [False, True])
 @pytest.mark.parametrize("stage", ["void", "payload"])
-def test_kill_inside_store_leaves_misses(bench, monkeypatch, tmp_path, stage):
+def test_kill_inside_store_leaves_misses(bench, monkeypatch, tmp_path, stage, is_reopened):
     tier = bench.open(num_blocks=4)
     store(tier, bench.keys(0, 1, 2, 3))
+    if is_reopened:
+        tier.shutdown()
+        tier = bench.open(num_blocks=4)
     holder, name = {"void": (tier._store, "write_payload"), "payload": (tier._store.table, "write")}[stage]
     monkeypatch.setattr(holder, name, raiser(errno.EIO))
     store(tier, bench.keys(4, 5))

@@ -281,7 +281,7 @@ class DiskTier(JobTier):
             self._is_removed = True
             reason = f"directory {self.path} was removed"
             self.set_unavailable(reason)
-            self._warnings.warn("removed", "disk tier: %s", reason)
+            _LOG.warning("disk tier: %s", reason)
             if not os.fstat(store.fd).st_nlink:
                 # Open and deleted, it would take its space until the engine ends.
                 os.ftruncate(store.fd, 0)
