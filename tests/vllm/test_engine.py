@@ -74,6 +74,7 @@ class TestOneEngine:
 
 
 # All policies, with more requests, in test_scheduler.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "amq"])
 def test_tier_smaller_than_the_working_set(boot, models, crowd, storm, expected, policy):
     # The device holds 63 blocks, so that the storm's requests wait for each other, and some are preempted.
@@ -99,6 +100,7 @@ def test_tier_smaller_than_the_working_set(boot, models, crowd, storm, expected,
     assert (stats.num_referenced, stats.num_pending, stats.failed_blocks) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_blocks_larger_than_the_engines(boot, models, prompts, expected):
     with boot(models["llama"], {"block_size": 96}) as engine:
         assert engine.answers(prompts) == expected(prompts)
@@ -112,6 +114,7 @@ def test_blocks_larger_than_the_engines(boot, models, prompts, expected):
         assert engine.stats.loaded_blocks - loaded == 9
 
 
+@pytest.mark.slow
 def test_hybrid_model_with_several_groups(boot, models, prompts):
     options = {"num_gpu_blocks_override": 300, "disable_hybrid_kv_cache_manager": False}
     with boot(models["hybrid"], None, **options) as engine:
@@ -125,6 +128,7 @@ def test_hybrid_model_with_several_groups(boot, models, prompts):
         assert engine.stats.loaded_blocks > 0
 
 
+@pytest.mark.slow
 def test_events_are_accepted_by_every_router(boot, models, crowd, tmp_path):
     import msgspec
     import zmq
@@ -170,6 +174,7 @@ def test_events_are_accepted_by_every_router(boot, models, crowd, tmp_path):
         assert host == {block_hash % 2**64 for block_hash in {*told.values()} - {*removed}}, name
 
 
+@pytest.mark.slow
 def test_loading_costs_quarter_of_computing(boot, models, tokens):
     prefix = tokens(0, 2000)
     with boot(models["tall"], {}) as engine:

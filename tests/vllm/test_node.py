@@ -57,6 +57,7 @@ def test_what_node_pool_excludes_is_refused(options, message, data_plane):
         KVCacheOffloadingSpec(engine_spec_config(extra_config, **{"enable_events": False, **options})).get_manager()
 
 
+@pytest.mark.slow
 def test_next_engine_loads_blocks_of_first(boot, models, prompts, expected, pool):
     with boot(models["llama"], pool) as engine:
         assert engine.ask(prompts) == (expected(prompts), [0, 992, 992])
@@ -87,6 +88,7 @@ def test_next_engine_loads_blocks_of_first(boot, models, prompts, expected, pool
         end_owner(engine)
 
 
+@pytest.mark.slow
 def test_worker_of_vllm_joins_pool(boot, models, prompts, expected, pool, monkeypatch):
     """vLLM's region is the owner's memory; only its GPU worker is replaced."""
     config = {**pool, "data_plane": "vllm", "spec_name": "NodeOnCPU"}
@@ -106,6 +108,7 @@ def test_worker_of_vllm_joins_pool(boot, models, prompts, expected, pool, monkey
         joined_region(None, 16, None).__enter__()
 
 
+@pytest.mark.slow
 def test_grouped_model_hits_as_in_private(boot, models, prompts, pool):
     pool = {**pool, "cpu_bytes_to_use": 64 << 20}
     private = {name: value for name, value in pool.items() if name != "node_pool"}

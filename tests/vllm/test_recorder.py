@@ -10,6 +10,7 @@ from kvcache.recorder.format import Recording
 from kvcache.recorder.ops import Op
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", [[], [{"type": "memory", "capacity": 60 * BLOCK_BYTES}]], ids=["host", "tiered"])
 def test_engine_is_recorded_on_request(boot, models, prompts, crowd, expected, run, tmp_path, tiers):
     socket = str(tmp_path / "status")
