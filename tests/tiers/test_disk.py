@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 from contextlib import suppress
 from functools import reduce
@@ -175,6 +176,31 @@ def test_growing_and_shrinking_keep_what_fits(bench, tmp_path):
     assert held == bench.keys(0, 1, 2, 3, 4)
     assert sorted(load(tier, held).done) == held
     assert directory_bytes(tmp_path / "tier") <= capacity_for(5, BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("capacity", [None, capacity_for(5, BLOCK_BYTES)])
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_tier_keeps_recent_blocks(bench, seed, capacity):
+    dice, order = random.Random(seed), []
+    tier = bench.open(num_blocks=12)
+    for key in bench.keys(*(dice.randrange(16) for _ in range(60))):
+        if dice.random() < 0.3:
+            tier.delete([key], timeout_s=60)
+        elif key in order:
+            tier.touch([key])
+        else:
+            removed = store(tier, [key]).removed
+            order = [held for held in order if held not in removed]
+        order = [held for held in order if held != key] + [key] * tier.lookup([key])
+    tier.shutdown()
+    num_slots = 5 if capacity else 12
+    kept = order[-num_slots:]
+    compact_tier(bench.path, capacity)
+    assert verify_tier(bench.path) == (len(kept), 0)
+    tier = bench.open(num_blocks=num_slots)
+    assert sorted(load(tier, kept).done) == sorted(kept)
+    removed = [key for new in bench.keys(*range(20, 32)) for key in store(tier, [new]).removed]
+    assert removed[: len(kept)] == kept
 
 
 def test_second_writer_is_refused_not_reader(bench):

@@ -402,6 +402,14 @@ def test_failed_open_releases_the_lock(bench, monkeypatch, owner, name, error, m
     del caught
 
 
+def test_inherited_descriptor_keeps_no_lock(bench):
+    tier = bench.open()
+    inherited = os.dup(tier._store.directory._lock_fd)
+    tier.shutdown()
+    bench.open().shutdown()
+    os.close(inherited)
+
+
 def test_forked_child_does_not_keep_lock(bench):
     tier = bench.open()
     if not (child := os.fork()):

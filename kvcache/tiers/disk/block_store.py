@@ -68,12 +68,11 @@ class BlockStore:
 
         A bad block's record is wiped, unless the directory is only read.
         """
-        num_whole = self.read_payload(first_slot, rows)
+        self.read_payload(first_slot, rows)
         num_bytes, seed = self._block_bytes, generation.seed
         checks = self.table.checksums[first_slot : first_slot + len(rows)].tolist()
         is_good = [
-            i < num_whole and checksum(key, row, num_bytes, seed) == check
-            for i, (key, row, check) in enumerate(zip(keys, rows, checks, strict=True))
+            checksum(key, row, num_bytes, seed) == check for key, row, check in zip(keys, rows, checks, strict=True)
         ]
         if may_wipe and not self._read_only:
             for i, good in enumerate(is_good):
@@ -98,9 +97,9 @@ class BlockStore:
         if num_written < sum(map(len, rows)):
             raise OSError(errno.EIO, f"the file takes no more bytes after {num_written} of slot {first_slot}")
 
-    def read_payload(self, first_slot: int, rows: Sequence[memoryview]) -> int:
-        """Read consecutive slots; return how many of the first blocks are whole, fewer where the file ends early."""
-        return self._move_all(os.preadv, first_slot, rows) // self._block_bytes
+    def read_payload(self, first_slot: int, rows: Sequence[memoryview]) -> None:
+        """Read consecutive slots; behind the end of the file the rows stay as they are."""
+        self._move_all(os.preadv, first_slot, rows)
 
     def flush(self) -> None:
         """Write recency and make all blocks durable; waits for the disk."""

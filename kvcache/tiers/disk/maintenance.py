@@ -119,10 +119,7 @@ def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progre
             if progress is not None:
                 progress(num_done + 1, len(kept))
         os.fdatasync(store.fd)
-        for i in range(len(blocks_found.keys) - len(kept)):
-            slot = int(blocks_found.slots[i])
-            if slot >= len(kept) or slot in free:
-                table.void(slot, 1)
+        # Blocks that are dropped lie in slots that were written over, or are cut off.
         table.flush()
         new_header = replace(header, num_slots=num_slots, resizing=True)
         directory.write_header(new_header)
