@@ -395,7 +395,7 @@ class NodeManager(OffloadingManager):
         taken: dict[bytes, int] | None
         is_small = len(keys) <= _MAX_SMALL
         self._grants.num_small += is_small
-        if is_small and len(keys) <= len(self._grants.slots) and self._link.is_ready and not self._due_reset:
+        if is_small and len(keys) <= len(self._grants.slots) and self._link.is_ready:
             # The owner gets the keys with the end of the store, and drops a block that another engine stored before.
             taken = {key: self._grants.slots.pop() for key in dict.fromkeys(keys) if key not in self._grants.blocks}
             self._grants.blocks.update(keys)

@@ -68,8 +68,8 @@ def test_block_being_written_makes_others_wait(node, monkeypatch):
     writer.prepare_store(keys, context)
     other = prompt(1, 4)[1]
     assert [reader.status(keys[0], other) for _ in range(3)] == [1, 1, 1]
-    monkeypatch.setattr("kvcache.node.client._MAX_PENDING_S", 0)
-    assert reader.status(keys[0], other) == 0
+    monkeypatch.setattr("kvcache.node.client._MAX_PENDING_S", 0.1)
+    wait_for(lambda: reader.status(keys[0], other) == 0)
     reader.on_request_finished(other)
     writer.complete_store(keys, context)
     writer.owner_figures()
@@ -190,6 +190,31 @@ def test_request_finds_blocks_after_reset(node):
     turn(other, *prompt(1, 4))
     assert engine.lookup(keys, context) == 4
     node.check()
+
+
+def test_running_load_hides_no_reset(node):
+    node = node(64)
+    engine, (keys, context) = node.engine("a"), prompt(1, 4)
+    turn(engine, *prompt(1, 4))
+    assert [engine.status(key, context) for key in keys] == [2] * 4
+    engine.prepare_load(keys, context)
+    engine.reset_cache()
+    assert [engine.status(key, context) for key in keys] == [0] * 4
+
+
+def test_uses_stay_ordered_over_owners(node, monkeypatch):
+    monkeypatch.setattr("kvcache.node.client._RETRY_S", 0)
+    node = node(16)
+    engine = node.engine("a")
+    for documents in ((1, 2), (1,), (3, 4, 5)):
+        for document in documents:
+            turn(engine, *prompt(document, 4))
+        engine.owner_figures()
+        node.stop()
+        node.start()
+        engine.status(key_of(99, 0), ReqContext())
+        wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
+    assert [engine.lookup(*prompt(document, 4)) for document in (1, 2)] == [4, 0]
 
 
 def test_greeting_names_own_slots_only(node, monkeypatch):
