@@ -324,6 +324,15 @@ def test_jobs_on_shared_link_teach_together():
     assert link.load_s(10, 100.0) == pytest.approx(1.0)
 
 
+def test_only_unfinished_blocks_are_awaited():
+    link = LinkRate()
+    for start_s, others in ((0.0, ()), (2.0, (1,))):
+        for num_blocks in (10, *others):
+            link.sent(num_blocks, start_s)
+        link.ended(10, 10, start_s, start_s + 1, start_s + 1)
+    assert link.load_s(0, 3.0) == pytest.approx(1 / link.blocks_per_s)
+
+
 def test_failed_jobs_teach_nothing():
     link = LinkRate()
     link.sent(10, 0.0)

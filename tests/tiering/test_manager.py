@@ -84,9 +84,11 @@ def test_stored_block_reaches_tier_stays_readable():
     assert bench.manager.lookup(b"a") is True
     assert bench.bytes_of(b"a") == b"a"
     assert bench.manager.stats().num_referenced == 1
+    bench.clock.now_s += 2.0
     bench.step()
     assert bench.tier.lookup([b"a"]) == 1
     assert bench.manager.stats().num_referenced == 0
+    assert bench.manager.tier_stats()[0].write_seconds.sum == 2.0
     assert bench.events() == [("CPU", False, [b"a"]), ("MANUAL", False, [b"a"])]
 
 
@@ -187,6 +189,17 @@ def test_failed_promotion_leaves_nothing(error, num_ready):
     assert bench.manager.stats().num_referenced == 0
 
 
+@pytest.mark.parametrize("error", ["", "half of it"])
+def test_failed_load_teaches_no_rate(monkeypatch, error):
+    bench = Bench(arbiter=True).on_tier(b"a", b"b")
+    bench.ask(b"a", b"b")
+    bench.clock.now_s += 1
+    (job,) = bench.tier.pending
+    monkeypatch.setattr(bench.tier, "get_finished", lambda: [TierResult(job.job_id, [b"a"], [b"b"], error=error)])
+    bench.manager.on_schedule_end()
+    assert (bench.manager.tier_stats()[0].load_blocks_per_s > 0) == (not error)
+
+
 def test_lost_promotion_is_miss_after_deadline():
     bench = Bench(deadline_s=2.0).on_tier(b"a")
     context = ReqContext()
@@ -201,6 +214,8 @@ def test_lost_promotion_is_miss_after_deadline():
     assert bench.manager.stats().num_pending == 1
     stats = bench.manager.tier_stats()[0]
     assert (stats.overdue_jobs, stats.stuck_blocks, stats.reads, stats.writes) == (1, 1, "open", "closed")
+    # Nothing keeps the engine awake for a job that hangs.
+    assert not bench.manager.has_pending_work()
     bench.step()
     assert bench.manager.stats().num_pending == 0
     assert bench.manager.lookup(b"a", ReqContext()) is True

@@ -153,22 +153,22 @@ class LocalMooncake:
     """A client of Mooncake, whose stores are dicts of this process."""
 
     def setup(self, host, metadata, lend_bytes, buffer_bytes, protocol, device, master, tenant_id="default"):
-        self.values, self._regions = STORES[master, tenant_id], {}
+        self.values, self.regions = STORES[master, tenant_id], {}
         return 0
 
     def register_buffer(self, address, num_bytes):
-        self._regions[address] = num_bytes
+        self.regions[address] = num_bytes
         return 0
 
     def unregister_buffer(self, address):
-        del self._regions[address]
+        del self.regions[address]
 
     def _read(self, address, num_bytes):
         self._check(address, num_bytes)
         return ctypes.string_at(address, num_bytes)
 
     def _check(self, address, num_bytes):
-        parts = self._regions.items()
+        parts = self.regions.items()
         assert any(start <= address and address + num_bytes <= start + size for start, size in parts), "not registered"
 
     def put_from(self, name, address, num_bytes, config=None):
@@ -215,7 +215,7 @@ class LocalMooncake:
         return sum(self.remove(name, force) == 0 for name in list(self.values) if re.match(regex, name))
 
     def close(self):
-        self._regions.clear()
+        self.regions.clear()
 
 
 MOONCAKE = SimpleNamespace(

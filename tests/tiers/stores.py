@@ -345,6 +345,14 @@ class StoreContract(TierContract):
     def options(self, path, num_blocks):
         return self.place | {"salt": str(path)}
 
+    def test_epoch_is_replaced_on_request_only(self, opened, tmp_path):
+        opened.append(self.tier_type(host_blocks=blocks(), **self.options(tmp_path, 0)))
+        store_until_done(opened[0], KEYS[:1])
+        epoch, other = opened[0].epoch, "0123456789abcdef"
+        for replaces, expected in ((False, epoch), (True, other)):
+            opened[0].announce_epoch(other, replaces)
+            assert opened[0].read_epoch() == expected
+
     def test_second_engine_finds_firsts_blocks(self, opened, tmp_path):
         options = self.options(tmp_path, 0) | {"fingerprint": {"model": "m"}}
         host, others = blocks(), [{}, {"fingerprint": {"model": "other"}}, {"salt": "another tenant"}]

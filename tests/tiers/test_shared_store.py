@@ -105,27 +105,6 @@ def test_salt_separates_epochs_of_one_version(open_engine, values):
     assert len({values[engine.epoch_name] for engine in engines}) == 2
 
 
-def test_swapped_values_are_corrupt_and_deleted(open_engine, values):
-    engine = open_engine()
-    store(engine, KEYS[:3])
-    first, second, third = (engine.store_name(key) for key in KEYS[:3])
-    values[first], values[second] = values[second], values[first]
-    values[third] = values[third][:-1]
-    result = load(engine, KEYS[:3])
-    assert (result.done, sorted(result.failed), result.error) == ([], KEYS[:3], "")
-    assert engine.stats().corrupt_blocks == 3
-    assert not {first, second, third} & values.keys()
-
-
-def test_block_of_older_epoch_is_corrupt(open_engine, values):
-    engine = open_engine()
-    store(engine, KEYS[:1])
-    old = values[engine.store_name(KEYS[0])]
-    reset_all([engine], 8)
-    values[engine.store_name(KEYS[0])] = old
-    assert load(engine, KEYS[:1]).done == []
-
-
 def test_store_overtaken_by_reset_is_refused(open_engine, values, monkeypatch):
     engine = open_engine()
     put_values = DictStoreTier.put_values

@@ -120,6 +120,7 @@ def test_block_of_others_is_renewed_only(local, opened, ttl_s):
 def test_bytes_under_way_are_bounded(server, opened):
     tier = open_tier(opened, server.url, max_queued_bytes=9 * BLOCK_BYTES - 1)
     assert tier.max_queued_blocks == 8
+    assert store(open_tier(opened, server.url, max_queued_bytes=1), KEYS[:1]).done == KEYS[:1]
 
 
 def test_large_blocks_are_asked_for_once(local, opened):
@@ -147,18 +148,47 @@ def test_full_server_refuses_blocks_not_jobs(local, opened):
 
 @pytest.mark.parametrize("answer", [
     b"-LOADING not yet\r\n", b"HTTP/1.1 400 Bad Request\r\n", b"$5\r\nshort", b"$1073741824\r\n", b"$2\r\nabcd\r\n",
-    b":x\r\n", b"x" * 5000, b"+OK\n",
+    b":x\r\n", b"x" * 5000, b"+OK\n", None,
 ])  # fmt: skip
 def test_nonsense_fails_job_and_connection(local, opened, answer):
     tier = open_tier(opened, local.url, timeout_s=0.2, num_threads=1)
     store(tier, KEYS[:4])
-    third = tier.store_name(KEYS[2])
-    local.intercept = lambda command: answer if command == [b"GET", third] else None
+    third = [b"GET", tier.store_name(KEYS[2])]
+    answer = answer or local.answer(third)[:-2] + b"xx"
+    local.intercept = lambda command: answer if command == third else None
     result = load(tier, KEYS[:4])
     assert (bool(result.error), KEYS[2] in result.done, KEYS[3] in result.done) == (True, False, False)
     # What the connection still holds is not taken for the answers of the next job.
     local.intercept = lambda command: None
     assert load(tier, KEYS[:4], job_id=3).done == KEYS[:4]
+
+
+def test_late_answer_is_not_another_jobs(local, opened):
+    tier = open_tier(opened, local.url, timeout_s=0.2, num_threads=1)
+    store(tier, KEYS[:2])
+    first = [b"GET", tier.store_name(KEYS[0])]
+    local.intercept = lambda command: time.sleep(0.3) if command == first else None
+    assert "took more than 0.2 s" in load(tier, KEYS[:1]).error
+    assert load(tier, KEYS[1:2], job_id=3).done == KEYS[1:2]
+
+
+def test_partial_sends_go_on():
+    ours, theirs = socket.socketpair()
+    ours.settimeout(30)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    buffers, received = [np.random.default_rng(0).bytes(n) for n in (10, 100_000, 3, 50_000, *[1] * 600)], []
+
+    def drain():
+        while data := theirs.recv(1 << 16):
+            received.append(data)
+
+    reader = Thread(target=drain)
+    with theirs:
+        reader.start()
+        with ours:
+            Channel(SimpleNamespace(_sock=ours), 5.0).send(buffers)
+        reader.join()
+    assert b"".join(received) == b"".join(buffers)
 
 
 def test_slow_bytes_do_not_extend_deadline():
