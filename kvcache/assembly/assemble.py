@@ -95,9 +95,14 @@ def parse_tier(entry: Mapping[str, Any] | TierSettings) -> TierSettings:
     """Parse an entry of ``tiers``: its ``type`` (a name, a class or a path), the options of `TierConfig`, its own."""
     if isinstance(entry, TierSettings):
         return entry
-    tier, options = _class_of(entry, TIERS, "a tier")
+    return parse_tier_of(*_choice_of(entry, TIERS, "a tier"))
+
+
+def parse_tier_of(choice: Any, options: Mapping[str, Any]) -> TierSettings:
+    """Parse the options of a tier; `choice` is its name, class or path."""
+    tier = TIERS.resolve(choice)
     of_manager, of_tier = split(options, TierConfig.declared())
-    where = f"tier {entry['type']!r}"
+    where = f"tier {choice!r}"
     config, component = run_all((partial(TierConfig.parse, of_manager, where), partial(Component.parse, tier, of_tier)))
     return TierSettings(tier, component.options, config)
 
@@ -130,17 +135,17 @@ def parse_kind(
             names = ", ".join(sorted(of_manager.pop("advanced", {}).keys() | of_manager.keys()))
             raise ValueError(f"the engine decides what {options_type.where} stores and loads: omit {names}")
 
-    parse_medium = partial(parse_tier, {**of_tier, "type": options["kind"]})
+    parse_medium = partial(parse_tier_of, options["kind"], of_tier)
     _, declared, tier = run_all((refuse_manager_options, partial(options_type.parse, ours), parse_medium))
     return declared, tier
 
 
-def _class_of(entry: Mapping[str, Any], registry: Registry, kind: str) -> tuple[Any, dict[str, Any]]:
-    """Return the class that the ``type`` of an entry names, and the entry's other options."""
+def _choice_of(entry: Mapping[str, Any], registry: Registry, kind: str) -> tuple[Any, dict[str, Any]]:
+    """Return the ``type`` of an entry, and the entry's other options."""
     options = dict(entry)
     if "type" not in options:
         raise ValueError(f"{kind} needs a type, one of {', '.join(registry.names())}, got {without_secrets(options)!r}")
-    return registry.resolve(options.pop("type")), options
+    return options.pop("type"), options
 
 
 def _parse_windows(name: str, value: Any) -> tuple[int | None, ...]:
@@ -157,7 +162,8 @@ def _parse_exporter(entry: Any) -> Component:
     if isinstance(entry, Component):
         return entry
     entry = entry if isinstance(entry, Mapping) else {"type": entry}
-    return Component.parse(*_class_of(entry, EXPORTERS, "an exporter"))
+    choice, options = _choice_of(entry, EXPORTERS, "an exporter")
+    return Component.parse(EXPORTERS.resolve(choice), options)
 
 
 @dataclass(frozen=True)

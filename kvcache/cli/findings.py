@@ -35,6 +35,8 @@ from kvcache.tiering.controller import TierConfig
 from kvcache.transfer.shared_file import leftover_files, private_folder
 
 _WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
+_PLUGIN_KEYS = frozenset({"module_path", "class_name"})
+"""The keys by which SGLang and LMCache name a plug-in's class."""
 _LEAST_POOL_BYTES = 1 << 20
 """Less than a block of any model that is served."""
 _SPEC_KEYS = OffloadSettings.keys() | SpecOptions.keys()
@@ -55,10 +57,8 @@ def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | Non
     `num_bytes` are those of a block on one of the workers; 0: unknown. `is_latent`: all workers hold the same bytes.
     """
     config_part, transfer, is_vllm, engine = _read(config)
-    if config_part.get("module_path") == "kvcache.integrations.lmcache":
-        return _check_l2(config_part)
-    if config_part.get("module_path") == "kvcache.integrations.sglang":
-        return _check_storage(config_part)
+    if not is_vllm and not _PLUGIN_KEYS.isdisjoint(config_part):
+        return _check_plugin(config_part)
     if not is_vllm:
         return check_config(config_part, block_bytes=num_bytes, world_size=workers)
     has_events = (engine.get("kv_events_config") or {}).get("enable_kv_cache_events") is True
@@ -173,6 +173,16 @@ def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, Map
     is_vllm = where != "extra_config" or "spec_module_path" in document or "secondary_tiers" in document
     # What surrounds them is a connector's only if they are its `kv_connector_extra_config`.
     return document, outer if where == _WRAPPERS[-1] else {}, is_vllm, engine
+
+
+def _check_plugin(plugin: Mapping[str, Any]) -> list[Finding]:
+    """Check the configuration of a plug-in of SGLang or LMCache."""
+    checks = {"kvcache.integrations.sglang": _check_storage, "kvcache.integrations.lmcache": _check_l2}
+    try:
+        choice_of(*checks)("module_path of a plug-in of SGLang or LMCache", plugin.get("module_path"))
+    except ValueError as error:
+        return _faults(error)
+    return checks[plugin["module_path"]](plugin)
 
 
 def _check_l2(adapter: Mapping[str, Any]) -> list[Finding]:

@@ -200,6 +200,9 @@ def test_connector_without_options_is_no_fault(check):
         ({}, {"capacity": "1KiB"}, "capacity 1024 of a KVCacheL2 must be >="),
         ({}, {"capacity": "64MiB", "read_only": True}, "KVCacheL2 does not support read_only"),
         ({}, {"capacity": "900PiB"}, "are needed below"),
+        ({}, {"capacity": "64MiB", "type": "disk"}, "unknown options of a disk tier: type"),
+        ({}, {"capacity": "64MiB", "path": "/mnt/{rank}"}, "its data-parallel rank is unknown here, got '/mnt/{rank}'"),
+        ({"module_path": "kvcache.lmcache"}, {}, "kvcache.integrations.lmcache, got 'kvcache.lmcache'"),
         ({"adapter_params": "disk"}, {}, "adapter_params must be an object, got 'disk'"),
     ],
 )
@@ -223,6 +226,14 @@ def test_check_l2_adapter_of_lmcache(tmp_path, changes, params, message):
         ({"backend_name": None}, "SGLang needs a 'backend_name', such as 'kvcache', got None"),
         ({"kind": None}, "SGLang's storage backend needs 'kind'"),
         ({"kind": "disc"}, "did you mean 'disk'"),
+        ({"type": "disk"}, "unknown options of a disk tier: type"),
+        ({"path": "/mnt/kv{dp_rnk}"}, "unknown placeholder {dp_rnk}; known ones: {dp_rank} and {rank}, got '/mnt"),
+        (
+            {"module_path": "kvcache.integrations.sglnag"},
+            "module_path of a plug-in of SGLang or LMCache must be one of kvcache.integrations.sglang, "
+            "kvcache.integrations.lmcache, got 'kvcache.integrations.sglnag'; did you mean",
+        ),
+        ({"module_path": None}, "kvcache.integrations.lmcache, got None"),
         ({"capasity": 1}, "capasity (did you mean 'capacity'?)"),
         ({"shares": {"kv": 2}}, "'kv' of shares in SGLang's storage backend must be"),
         ({"capacity": "900PiB"}, "are needed below"),

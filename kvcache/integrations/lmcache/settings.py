@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from kvcache.assembly.assemble import OffloadSettings, TierSettings, parse_tier
+from kvcache.assembly.assemble import OffloadSettings, TierSettings, parse_tier_of
 from kvcache.options import choice_of, split
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiers.disk.tier import DiskOptions, DiskTier
@@ -32,7 +32,8 @@ class L2Settings:
             raise ValueError(f"adapter_params must be an object, got {params!r:.200}")
         ours, of_tier = split(params, {"kind", "exporters"})
         choice_of("disk")("kind of a KVCacheL2", ours.pop("kind", None))
-        settings = cls(parse_tier({**of_tier, "type": "disk"}), OffloadSettings.parse(ours, "adapter_params"))
+        # LMCache's server has no data-parallel rank, so the path may not name one.
+        settings = cls(parse_tier_of("disk", of_tier).of_rank(None), OffloadSettings.parse(ours, "adapter_params"))
         tier, declared = settings.tier, {**TierConfig.declared(), **DiskTier.options_type.declared()}
         values = {**tier.config.arguments(), **tier.options.arguments()}
         if useless := [name for name in _USELESS if values[name] != declared[name].default]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -51,6 +52,16 @@ _LOG = logging.getLogger(__name__)
 _MARK_S = 0.02
 """How long `reset` waits for its mark, which takes a fraction of that unless the disk hangs."""
 _CLOSE_S = 5.0
+_PLACEHOLDERS = ("{dp_rank}", "{rank}")
+
+
+def _parse_path(name: str, value: object) -> str:
+    path = parse_text(name, value)
+    for placeholder in re.findall(r"[{][^{}/]*[}]", path):
+        if placeholder not in _PLACEHOLDERS:
+            known = " and ".join(_PLACEHOLDERS)
+            raise ValueError(f"{name} has the unknown placeholder {placeholder}; known ones: {known}, got {path!r}")
+    return path
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,8 @@ class DiskOptions(Options):
     where: ClassVar[str] = "a disk tier"
 
     path: str = option(
-        parse_text, when="always: the tier's directory; under vLLM `{dp_rank}` in it is the data-parallel rank"
+        _parse_path,
+        when="always: the tier's directory; under vLLM and SGLang `{dp_rank}` in it is the data-parallel rank",
     )
     capacity: int = option(parse_size, when="always: bytes on disk at most, metadata included")
     cache_policy: str | type = option(parse_policy, "lru", when="another policy hits more in a tier of this size")
