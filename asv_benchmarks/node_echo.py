@@ -2,7 +2,7 @@
 
 Run as ``python asv_benchmarks/node_echo.py [ROUNDS]`` on an idle machine; prints medians in microseconds, and shares
 of two bounds: a prompt of 512 hits, 3 times the calls in the process and one echo of the same bytes; 16 stores of one
-block, 10 times those in the process and 4 echoes.
+block, 10 times those in the process and 4 echoes. Then 8 engines load prompts in turns: p99, and the owner's CPU time.
 """
 
 import os
@@ -75,6 +75,22 @@ def serve_echoes(link):
         link.sendall(link.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
 
 
+def load_in_turns(folder, owner, rounds):
+    """Let 8 engines load a prompt each in turns; print the median, p99 and the owner's CPU time of a prompt."""
+    schedstat = Path(f"/proc/{owner}/schedstat")
+    engines = [
+        NodeManager(folder, greeting(f"engine {i}", IDENTITY, {"cache_policy": "lru"}), patience_s=5) for i in range(8)
+    ]
+    start_ns = int(schedstat.read_text().split()[0])
+    seconds = [load(engine, 1) for _ in range(rounds) for engine in engines]
+    engines[-1].owner_figures()
+    cpu_us = (int(schedstat.read_text().split()[0]) - start_ns) / len(seconds) / 1e3
+    median, p99 = statistics.median(seconds) * 1e6, statistics.quantiles(seconds, n=100)[-1] * 1e6
+    print(f"8 engines: median {median:.0f} us, p99 {p99:.0f} us, {p99 / median:.1f} times; owner {cpu_us:.0f} us CPU")
+    for engine in engines:
+        engine.shutdown()
+
+
 def main(rounds=300):
     link, other = socket.socketpair()
     if os.fork() == 0:
@@ -101,6 +117,7 @@ def main(rounds=300):
             node.owner_figures()
             times["echo store"].append(echo(link, KEY_BYTES + 16))
         figures = node.owner_figures()
+        load_in_turns(Path(folder), figures["pid"], int(rounds))
         node.shutdown()
         os.kill(figures["pid"], signal.SIGTERM)
         time.sleep(0.5)

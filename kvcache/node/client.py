@@ -32,7 +32,8 @@ from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats, NodeStats, Part
 from kvcache.node import protocol
-from kvcache.node.protocol import MULTI, Frame, FrameReader, pack, pack_keys
+from kvcache.node.batch import HeldBlocks, LastLookUp, pack_keys
+from kvcache.node.protocol import MULTI, Frame, FrameReader, pack
 from kvcache.request import HintReader, ReqContext
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.transfer.shared_file import SharedBlocks
@@ -62,16 +63,14 @@ class _View:
 
     __slots__ = (
         *("end", "end_positions", "first", "has_ended", "held", "is_fresh", "keys", "num_loads", "number", "places"),
-        *("runs", "since_s", "state", "writing"),
+        *("since_s", "state", "writing"),
     )
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.keys: list[bytes] = []
         self.places: dict[bytes, int] | None = None
-        self.held: set[bytes] = set()
-        # The keys and slots of the held blocks, by answer: a load mostly asks for those of one.
-        self.runs: list[tuple[list[bytes], Any]] = []
+        self.held = HeldBlocks()
         self.writing: dict[bytes, int] = {}
         # The key that the last look-up began with, the first one that it did not find, and that one's state.
         self.first: bytes | None = None
@@ -88,12 +87,7 @@ class _View:
     def forget_look_up(self) -> None:
         """Ask the owner again at the next look-up."""
         self.held.clear()
-        self.runs.clear()
         self.first, self.end, self.state, self.since_s = None, None, ABSENT, 0.0
-
-    def held_slots(self) -> dict[bytes, int]:
-        """Return the slots of the held blocks."""
-        return {key: slot for keys, slots in self.runs for key, slot in zip(keys, slots.tolist(), strict=True)}
 
 
 class _Grants:
@@ -277,7 +271,7 @@ def greeting(
     }  # fmt: skip
 
 
-class NodeManager(OffloadingManager):
+class NodeManager(LastLookUp, OffloadingManager):
     """A scheduler's manager over the pool of its node.
 
     Parameters
@@ -323,8 +317,6 @@ class NodeManager(OffloadingManager):
         self.num_blocks = int(hello["identity"]["num_blocks"])
         self._views: dict[ReqContext, _View] = {}
         self._stale: list[_View] = []
-        # The request of the last look-up, and those of its keys that are held and need no question.
-        self._last: tuple[ReqContext | None, Collection[bytes]] = None, ()
         self._grants = _Grants()
         self._unsent: list[bytes] = []
         self._last_number = 1
@@ -341,11 +333,8 @@ class NodeManager(OffloadingManager):
         """The manager itself, as adapters read a pool."""
         return self
 
-    def status(self, key: bytes, req_context: ReqContext) -> int:
-        """Return the state of one key: absent 0, being written 1, ready and held 2, ask again 3."""
-        last, held = self._last
-        if req_context is last and key in held:
-            return READY
+    def look_up(self, key: bytes, req_context: ReqContext) -> int:
+        """Return the state of a key that the last look-up does not hold."""
         return self._status(self._views.get(req_context) or self._open(req_context), key, req_context)
 
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
@@ -365,15 +354,10 @@ class NodeManager(OffloadingManager):
 
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> CPULoadStoreSpec:
         view, keys = self._view(req_context), as_key_list(keys)
-        run, slots = view.runs[-1] if view.runs else ([], [])
-        if keys == run[: len(keys)]:
-            slots = slots[: len(keys)]
-        else:
-            slots_held = view.held_slots()
-            slots = [slots_held[key] for key in keys]
+        spec = view.held.load_spec(keys)
         view.num_loads += 1
         self._counts["loaded_blocks"] += len(keys)
-        return CPULoadStoreSpec(slots)
+        return spec
 
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         view = self._views.get(req_context) if req_context is not None else None
@@ -389,7 +373,7 @@ class NodeManager(OffloadingManager):
         view, keys = self._view(req_context), as_key_list(keys)
         if not keys:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        if view.held and not view.num_loads:
+        if view.held.keys and not view.num_loads:
             # The request computes its blocks, so it loads no more of them.
             self._release(view)
         taken: dict[bytes, int] | None
@@ -415,7 +399,8 @@ class NodeManager(OffloadingManager):
         num_grants *= wants_grants and len(keys[0]) >= _MIN_NAME_BYTES
         answer = None
         with suppress(ValueError):
-            payload, num_bytes = pack_keys([*keys, *(os.urandom(len(keys[0])) for _ in range(num_grants))])
+            names = (os.urandom(len(keys[0])) for _ in range(num_grants))
+            payload, num_bytes = pack_keys([*keys, *names])[1:]
             answer = self._ask(protocol.OFFER, num_grants, view.number, payload, num_bytes)
         if answer is None or answer.flag:
             return None
@@ -433,7 +418,7 @@ class NodeManager(OffloadingManager):
             if not self._grants.blocks.isdisjoint(slots):
                 self._grants.blocks.difference_update(slots)
                 with suppress(ValueError):
-                    names = pack_keys([*slots])
+                    names = pack_keys([*slots])[1:]
             self._tell_stored(view.number, success, slots.values(), names)
             self._counts["stored_blocks" if success else "failed_blocks"] += len(slots)
             self._drop_stale()
@@ -468,7 +453,7 @@ class NodeManager(OffloadingManager):
                 del self._views[req_context]
             else:
                 self._release(view)
-        self._last = None, ()
+        self.remember(None, None)
         self._tell_stored(0, False, self._grants.slots)
         self._grants = _Grants()
         self._due_reset = [version]
@@ -524,11 +509,10 @@ class NodeManager(OffloadingManager):
         num_known = len(view.keys)
         if len(keys) <= num_known:
             return b"", 0
-        new = list(islice(keys, num_known, None))
-        packed = pack_keys(new, islice(keys.values(), num_known, None) if isinstance(keys, dict) else ())
+        new, payload, num_bytes = pack_keys(keys, num_known)
         view.keys += new
         view.places = None
-        return packed
+        return payload, num_bytes
 
     def _place(self, view: _View, key: bytes | None) -> int:
         """Return the place of a key in the prompt that the owner knows, or -1."""
@@ -554,7 +538,7 @@ class NodeManager(OffloadingManager):
                     return self._look_up(view, place) if self._asks_tiers else ABSENT
         self._acquire(view, key, req_context.positions or keys)
         view.is_fresh = key != view.end
-        self._last = req_context, view.held if view.state == ABSENT else ()
+        self.remember(req_context, view.held if view.state == ABSENT else None)
         return READY if key in view.held else view.state if key == view.end else ABSENT
 
     def _acquire(self, view: _View, key: bytes, keys: Collection[bytes]) -> None:
@@ -582,14 +566,9 @@ class NodeManager(OffloadingManager):
         return READY if view.keys[place] in view.held else state
 
     def _take(self, view: _View, start: int, answer: Frame) -> None:
-        slots = np.frombuffer(answer.payload, "<i4", -1, 4)
         self._counts["shared_hit_blocks"] += struct.unpack_from("<I", answer.payload)[0]
-        end = start + len(slots)
-        run = view.keys[start:end]
-        if slots.min(initial=0) < 0:
-            run, slots, end = [key for key, slot in zip(run, slots, strict=True) if slot >= 0], slots[slots >= 0], start
-        view.held.update(run)
-        view.runs.append((run, slots))
+        asked = view.keys[start : start + len(answer.payload) // 4 - 1]
+        end = start + len(asked) if view.held.add(asked, answer.payload[4:]) == len(asked) else start
         view.end = next((key for key in islice(view.keys, end, None) if key not in view.held), None)
         view.state = answer.flag
         if view.state == PENDING:
@@ -662,7 +641,7 @@ class NodeManager(OffloadingManager):
 
     def _leases(self) -> list[tuple[int, list[int], list[int]]]:
         views: Iterable[_View] = [*self._views.values(), *self._stale]
-        leases = [(view.number, list(view.held_slots().values()), list(view.writing.values())) for view in views]
+        leases = [(view.number, view.held.slots, list(view.writing.values())) for view in views]
         return [(0, [], self._grants.slots), *(lease for lease in leases if lease[1] or lease[2])]
 
     def _reconnect(self) -> None:
@@ -683,7 +662,7 @@ class NodeManager(OffloadingManager):
         for view in self._views.values():
             # The owner has a new list of requests, without their prompts.
             view.keys, view.places = [], None
-            if not view.held:
+            if not view.held.keys:
                 view.forget_look_up()
         self._reset()
 

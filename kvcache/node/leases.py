@@ -16,6 +16,7 @@ import numpy as np
 from kvcache.block import ABSENT, ASK_AGAIN, PENDING, READY
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.node import protocol
+from kvcache.node.batch import count_leases
 from kvcache.node.ledger import OWNER, Ledger, PoolLedger
 from kvcache.node.protocol import Frame, pack, unpack_keys, unpack_stored
 from kvcache.request import ReqContext, Retention, parse_hint
@@ -230,8 +231,7 @@ class NodeLeases:
             slots = self.manager.prepare_load(keys, lease.context).block_ids  # type: ignore[attr-defined]
         except KeyError:  # a reset is under way
             return pack(protocol.HELD, ABSENT, request, struct.pack("<I", 0))
-        self._hold(engine, lease, keys, slots, is_pinned=True)
-        num_shared = int(np.count_nonzero(self.ledger.writer[slots] != engine.number))
+        num_shared = self._hold(engine, lease, keys, slots, is_pinned=True)
         engine.num_shared_hits += num_shared
         payload = struct.pack("<I", num_shared) + _slots_of(asked, keys, slots)
         return pack(protocol.HELD, state, request, payload)
@@ -278,7 +278,7 @@ class NodeLeases:
                 keys[i] = self._rename(engine, keys[i], key, slots[i], context)
         stale = [slot for slot, key in zip(slots, keys, strict=True) if not key]
         if stale:
-            self._uncount(engine, np.array(stale))
+            self._count(engine, np.array(stale), -1)
             self.manager.pool.give_back(stale)
         if len(stale) < len(slots):
             self.manager.complete_store([key for key in keys if key] if stale else keys, context, success)
@@ -302,24 +302,21 @@ class NodeLeases:
                 return key
         return name
 
-    def _hold(self, engine: EngineLeases, lease: Lease, keys: list[bytes], slots: Any, is_pinned: bool = False) -> None:
+    def _hold(self, engine: EngineLeases, lease: Lease, keys: list[bytes], slots: Any, is_pinned: bool = False) -> int:
+        """Record leases of slots; return how many hold a block that another engine wrote."""
         if keys and not is_pinned:
             self.manager.pool.pin(keys, is_move=True)
         lease.held_keys = lease.held_keys + keys
         lease.held_slots = np.concatenate([lease.held_slots, slots]) if len(lease.held_slots) else slots
-        self._count(engine, slots)
+        return self._count(engine, slots)
 
-    def _count(self, engine: EngineLeases, slots: Any) -> None:
-        num_leases = engine.counts[slots]
-        engine.counts[slots] = num_leases + 1
-        engine.num_held += len(slots) - int(np.count_nonzero(num_leases))
-        self.ledger.read(slots, engine.number)
-
-    def _uncount(self, engine: EngineLeases, slots: Any) -> None:
-        engine.counts[slots] -= 1
-        slots = slots[engine.counts[slots] == 0]
-        engine.num_held -= len(slots)
-        self.ledger.unread(slots, engine.number)
+    def _count(self, engine: EngineLeases, slots: Any, step: int = 1) -> int:
+        ledger = self.ledger
+        if step > 0:
+            ledger.use(slots)
+        num_slots, num_shared = count_leases(slots, step, engine.counts, ledger.readers, ledger.writer, engine.number)
+        engine.num_held += step * num_slots
+        return num_shared
 
     def _release(self, engine: EngineLeases, lease: Lease) -> None:
         """Return the leases of a request."""
@@ -327,7 +324,7 @@ class NodeLeases:
         if not len(slots):
             return
         lease.held_keys, lease.held_slots = [], slots[:0]
-        self._uncount(engine, slots)
+        self._count(engine, slots, -1)
         if lease.is_stale:
             lease.is_stale = False
             self.manager.pool.give_back(slots.tolist())

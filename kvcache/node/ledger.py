@@ -22,7 +22,8 @@ import numpy as np
 
 from kvcache.block import ABSENT, PENDING, READY
 from kvcache.control.watch import Watch
-from kvcache.node.protocol import MAX_KEY_BYTES, start_ticks
+from kvcache.node.batch import MAX_KEY_BYTES
+from kvcache.node.protocol import start_ticks
 from kvcache.request import ReqContext
 from kvcache.specs import PrepareStoreOutput
 
@@ -30,7 +31,7 @@ MAX_ENGINES, MAX_PROCESSES = 64, 1024
 OWNER = 255
 """The writer of blocks that no living engine wrote: promotions, and blocks of engines that have ended."""
 
-_MAGIC = b"KVNODE02"
+_MAGIC = b"KVNODE03"
 _HEAD = struct.Struct("<8sQ16sI")
 _IDENTITY_BYTES = 64 << 10
 _PROCESS = np.dtype([("pid", "<i8"), ("start", "<i8"), ("engine", "<i4"), ("rank", "<i4")])
@@ -40,7 +41,8 @@ _FIELDS["key"] = f"V{MAX_KEY_BYTES}"
 _SLOT_BYTES = sum(np.dtype(kind).itemsize for kind in _FIELDS.values())
 _FIRST_NAME = _HEAD.size + _IDENTITY_BYTES
 _FIRST_PROCESS = _FIRST_NAME + 32 * MAX_ENGINES
-_FIRST_SLOT = _FIRST_PROCESS + _PROCESS.itemsize * MAX_PROCESSES
+# Aligned for the widest field.
+_FIRST_SLOT = -(-(_FIRST_PROCESS + _PROCESS.itemsize * MAX_PROCESSES) // 8) * 8
 
 
 def _slot_fields(buffer: Any, num_slots: int) -> dict[str, Any]:
@@ -112,15 +114,13 @@ class Ledger:
 
     def end(self, slots: list[int], state: int) -> None:
         """Record that written slots are ready or empty."""
-        self.clock += 1
-        self.stamp[slots] = self.clock
+        self.use(slots)
         self.state[slots] = state
 
-    def read(self, slots: Any, engine: int) -> None:
-        """Record that an engine holds slots."""
+    def use(self, slots: Any) -> None:
+        """Record a use of slots."""
         self.clock += 1
         self.stamp[slots] = self.clock
-        self.readers[slots] |= np.uint64(1 << engine)
 
     def unread(self, slots: Any, engine: int) -> None:
         """Record that an engine holds slots no longer."""

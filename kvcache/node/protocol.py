@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import re
 import struct
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcache.node.batch import MAX_KEY_BYTES
 from kvcache.options import without_secrets
 from kvcache.transfer.shared_file import make_private, private_folder
 
@@ -24,7 +23,6 @@ VERSION = 1
 HEAD = struct.Struct("<IBBHI")
 """Bytes behind this field, operation, flag, bytes of one key, and the client's number of the request."""
 MAX_FRAME_BYTES = 64 << 20
-MAX_KEY_BYTES = 36
 HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, LOOKUP, RELEASE = range(1, 9)
 OFFER, SLOTS, STORED, END, RESET, STATS, DONE = range(9, 16)
 # A flag of ACQUIRE. That of HELD is the state of the block behind those that are held, and that of SLOTS is 1 if the
@@ -57,32 +55,28 @@ class FrameReader:
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Yield the frames that `data` completes. ValueError: a length is out of range."""
         buffer = self._buffer
-        buffer += data
+        # Mostly the data is one whole frame, which is not copied.
+        source: bytes | bytearray = data
+        if buffer:
+            buffer += data
+            source = buffer
         start = 0
         try:
-            while len(buffer) - start >= HEAD.size:
-                length, op, flag, key_bytes, request = HEAD.unpack_from(buffer, start)
+            while len(source) - start >= HEAD.size:
+                length, op, flag, key_bytes, request = HEAD.unpack_from(source, start)
                 if not 8 <= length <= MAX_FRAME_BYTES:
                     raise ValueError(f"a frame must have 8 to {MAX_FRAME_BYTES} bytes, got {length}")
                 end = start + 4 + length
-                if len(buffer) < end:
+                if len(source) < end:
                     return
-                payload = bytes(memoryview(buffer)[start + HEAD.size : end])
+                payload = bytes(memoryview(source)[start + HEAD.size : end])
                 start = end
                 yield Frame(op, flag, key_bytes, request, payload)
         finally:
-            del buffer[:start]
-
-
-def pack_keys(keys: Sequence[bytes], ends: Iterable[int] = ()) -> tuple[bytes, int]:
-    """Return keys of one length as bytes, behind the end positions of the blocks if known, and that length.
-
-    ValueError: the lengths differ or exceed `MAX_KEY_BYTES`.
-    """
-    num_bytes = len(keys[0]) if keys else 1
-    if keys and (len(set(map(len, keys))) > 1 or num_bytes > MAX_KEY_BYTES):
-        raise ValueError(f"keys of a node's pool must have one length of at most {MAX_KEY_BYTES} bytes")
-    return array("I", chain((len(keys),), ends)).tobytes() + b"".join(keys), num_bytes
+            if source is buffer:
+                del buffer[:start]
+            else:
+                buffer += data[start:]
 
 
 def unpack_keys(payload: bytes, key_bytes: int, first: int = 0) -> tuple[list[bytes], np.ndarray[Any, Any]]:

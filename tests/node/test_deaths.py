@@ -17,6 +17,7 @@ import os, signal, sys
 from pathlib import Path
 from node_harness import key_of, prompt
 from kvcache.node import protocol
+from kvcache.node.batch import pack_keys
 from kvcache.node.client import NodeManager, greeting, register_worker
 folder, identity, options = Path(sys.argv[1]), eval(sys.argv[2]), eval(sys.argv[3])
 ready, done = os.pipe()
@@ -33,7 +34,7 @@ held = prompt(1, 8)
 assert manager.lookup(*held) == 8
 print(worker, flush=True)
 sys.stdin.readline()
-payload, key_bytes = protocol.pack_keys([key_of(3, 0)])
+_, payload, key_bytes = pack_keys([key_of(3, 0)])
 late = protocol.pack(protocol.OFFER, 0, 9, payload, key_bytes) + protocol.pack(protocol.STORED, 1, 9, slots)
 manager._link.send(late)
 os._exit(0)

@@ -9,9 +9,37 @@ import pytest
 from node_harness import key_of, prompt, turn
 
 from kvcache import CPUOffloadingManager, ReqContext, Retention
+from kvcache.node.batch import HeldBlocks, pack_keys
 from kvcache.tiering.manager import TieredOffloadingManager
 
 HERE = Path(__file__)
+
+
+def test_held_blocks_answer_in_any_order():
+    keys = [key_of(1, place) for place in range(6)]
+    held = HeldBlocks()
+    assert held.add(keys[:4], np.array([9, 8, -1, 7], "<i4").tobytes()) == 3
+    assert [key in held for key in keys] == [True, True, False, True, False, False]
+    assert held.add(keys[4:], np.array([6, 5], "<i4").tobytes()) == 2
+    equal = [bytes(bytearray(key)) for key in keys]
+    for asked, slots in (([0, 1, 3, 4, 5], [9, 8, 7, 6, 5]), ([5, 3, 3, 0], [5, 7, 7, 9]), ([], [])):
+        for objects in (keys, equal):
+            assert held.load_spec([objects[place] for place in asked]).block_ids.tolist() == slots
+    with pytest.raises(KeyError):
+        held.load_spec(keys[:3])
+    held.clear()
+    assert keys[0] not in held
+
+
+def test_packed_keys_are_of_one_length():
+    keys = [key_of(1, place) for place in range(4)]
+    for packed, num_ends in ((pack_keys(keys, 1), 0), (pack_keys(dict.fromkeys(keys, 16), 1), 3)):
+        assert (packed[0], packed[2]) == (keys[1:], len(keys[0]))
+        assert packed[1] == np.array([3] + [16] * num_ends, "<u4").tobytes() + b"".join(keys[1:])
+    assert pack_keys([])[1:] == (bytes(4), 1)
+    for invalid in ([b"a", b"bc"], [bytes(37)], [b"a", bytearray(b"b")]):
+        with pytest.raises(ValueError, match="one length"):
+            pack_keys(invalid)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])

@@ -314,7 +314,7 @@ def test_new_owner_keeps_whole_pool_only(node, damage):
     if damage == "truncated":
         os.truncate(ledger, ledger.stat().st_size - 1)
     elif damage == "another version":
-        ledger.write_bytes(ledger.read_bytes().replace(b"KVNODE02", b"KVNODE01", 1))
+        ledger.write_bytes(ledger.read_bytes().replace(b"KVNODE03", b"KVNODE02", 1))
     elif damage == "identity":
         ledger.write_bytes(ledger.read_bytes().replace(b'{"block', b"{+block", 1))
     elif damage in ("state", "stamp", "key", "engine"):
