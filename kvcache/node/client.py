@@ -637,7 +637,6 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._link.hello["outages"] = self._counts["outages"]
         _LOG.warning("the owner of %s does not answer (%r): look-ups miss until it does", self._link.folder, error)
         self._link.close()
-        self._unsent.clear()
 
     def _leases(self) -> list[tuple[int, list[int], list[int]]]:
         views: Iterable[_View] = [*self._views.values(), *self._stale]

@@ -110,7 +110,10 @@ def test_store_overtaken_by_reset_is_refused(open_engine, values, monkeypatch):
     put_values = DictStoreTier.put_values
 
     def reset_and_put(self, names, batch, seal):
+        old = self.epoch
         self.reset(8)
+        # The reset has deleted the old names before these are written.
+        until(lambda: self.epoch != old and not self._old_epochs)
         outcomes = put_values(self, names, batch, seal)
         assert set(names) <= values.keys()
         return outcomes
