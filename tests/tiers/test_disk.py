@@ -9,7 +9,7 @@ from functools import reduce
 
 import numpy as np
 import pytest
-from stores import load, store, until
+from stores import load, store, until, wait_for_reset
 
 from kvcache.request import ReqContext
 from kvcache.tiers.disk.directory import clear_directory, directory_bytes
@@ -81,7 +81,10 @@ def test_all_slots_keep_their_recency(bench):
     uses = {number: recency["uses"][number] for number in np.flatnonzero(recency["uses"]).tolist()}
     assert uses == {0: 1, 1: 1, 254: 1, 255: 3, 256: 3, 257: 1, 599: 1}
     tier.shutdown()
-    assert np.array_equal(bench.open(**options)._store.table.recency, recency)
+    tier = bench.open(**options)
+    assert np.array_equal(tier._store.table.recency, recency)
+    np.memmap(bench.path / "data", np.uint8, "r+")[255 * tier._store.directory.header.slot_bytes] ^= 1
+    assert tier.load_now(keys[255:257], [[row.data] for row in tier.host_rows[:2]]) == keys[256:257]
 
 
 def test_restart_after_slots_were_reused(bench):
@@ -214,8 +217,11 @@ def test_second_writer_is_refused_not_reader(bench):
     assert load(reader, bench.keys(1, 2)).failed == []
     assert reader.submit_store(9, bench.keys(5), [0]) is False
     reader.reset()
+    wait_for_reset(reader)
     assert reader.lookup(bench.keys(1)) == 0
     assert load(tier, bench.keys(1, 2)).failed == []
+    tier.shutdown()
+    assert bench.open().stats().num_held == 2
 
 
 def test_damaged_recency_costs_order_only(bench, tmp_path):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -261,6 +262,37 @@ def test_kill_inside_store_leaves_misses(bench, monkeypatch, tmp_path, stage, is
     assert left.stats().corrupt_blocks == 0
 
 
+def test_store_overtaken_by_reset_writes_nothing(bench, monkeypatch):
+    tier, put = bench.open(), DiskTier.put
+
+    def reset_and_put(self, batch):
+        number = self._current[0]
+        self.reset()
+        until(lambda: self._current[0] != number)
+        return put(self, batch)
+
+    monkeypatch.setattr(DiskTier, "put", reset_and_put)
+    assert store(tier, bench.keys(0, 1)).done == []
+    tier.shutdown()
+    assert bench.open().stats().num_held == 0
+
+
+def test_flush_syncs_blocks_and_records(bench, monkeypatch):
+    tier, synced = bench.open(flush_interval_s=1000), []
+    store(tier, bench.keys(0))
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    tier.flush()
+    assert sorted(synced) == sorted([tier._store.fd, tier._store.table._fd])
+
+
+def test_store_that_ends_early_fails(bench, monkeypatch):
+    tier = bench.open()
+    monkeypatch.setattr(os, "pwritev", lambda fd, rows, offset: 0 if offset else 4096)
+    result = store(tier, bench.keys(0, 1))
+    assert (result.done, result.failed) == ([], bench.keys(0, 1))
+    assert "takes no more bytes after 4096 of slot" in result.error
+
+
 def test_first_store_writes_records_once(bench, monkeypatch):
     tier = bench.open(num_blocks=4)
     writes = []
@@ -400,6 +432,20 @@ def test_failed_open_releases_the_lock(bench, monkeypatch, owner, name, error, m
     monkeypatch.undo()
     bench.open().shutdown()
     del caught
+
+
+def test_failed_open_closes_every_file(bench, monkeypatch):
+    bench.open().shutdown()
+    descriptors, open_file = Path("/proc/self/fd"), TierDirectory.open_file
+    num_open = len([*descriptors.iterdir()])
+
+    def refuse_data(self, name, flags):
+        return raiser(errno.EIO)() if name == "data" else open_file(self, name, flags)
+
+    monkeypatch.setattr(TierDirectory, "open_file", refuse_data)
+    with pytest.raises(TierDirectoryError, match="Input/output error"):
+        bench.open(preallocate=False)
+    assert len([*descriptors.iterdir()]) == num_open
 
 
 def test_inherited_descriptor_keeps_no_lock(bench):
