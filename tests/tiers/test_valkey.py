@@ -8,7 +8,7 @@ import struct
 import subprocess
 import time
 from contextlib import suppress
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -151,7 +151,7 @@ def test_full_server_refuses_blocks_not_jobs(local, opened):
     b":x\r\n", b"x" * 5000, b"+OK\n", None,
 ])  # fmt: skip
 def test_nonsense_fails_job_and_connection(local, opened, answer):
-    tier = open_tier(opened, local.url, timeout_s=0.2, num_threads=1)
+    tier = open_tier(opened, local.url, num_threads=1)
     store(tier, KEYS[:4])
     third = [b"GET", tier.store_name(KEYS[2])]
     answer = answer or local.answer(third)[:-2] + b"xx"
@@ -164,12 +164,13 @@ def test_nonsense_fails_job_and_connection(local, opened, answer):
 
 
 def test_late_answer_is_not_another_jobs(local, opened):
-    tier = open_tier(opened, local.url, timeout_s=0.2, num_threads=1)
+    tier, is_over = open_tier(opened, local.url, timeout_s=1.0, num_threads=1), Event()
     store(tier, KEYS[:2])
     first = [b"GET", tier.store_name(KEYS[0])]
-    local.intercept = lambda command: time.sleep(0.3) if command == first else None
-    assert "took more than 0.2 s" in load(tier, KEYS[:1]).error
+    local.intercept = lambda command: is_over.wait() and None if command == first else None
+    assert "took more than 1.0 s" in load(tier, KEYS[:1]).error
     assert load(tier, KEYS[1:2], job_id=3).done == KEYS[1:2]
+    is_over.set()
 
 
 def test_partial_sends_go_on():
