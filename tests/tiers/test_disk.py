@@ -66,6 +66,16 @@ def test_restart_finds_blocks_and_recency(bench, monkeypatch):
     assert store(tier, bench.keys(*range(10, 18))).removed == bench.keys(2, 4, 5, 6, 7, 1, 3, 0)
 
 
+def test_uses_stay_ordered_over_restarts(bench):
+    bench.leave(0, 1, 2, 3, num_blocks=4)
+    for _ in range(2):
+        tier = bench.open(num_blocks=4)
+        tier.touch(bench.keys(0))
+        tier.shutdown()
+    tier = bench.open(num_blocks=4)
+    assert [store(tier, bench.keys(number)).removed for number in (4, 5)] == [bench.keys(1), bench.keys(2)]
+
+
 def test_all_slots_keep_their_recency(bench):
     """The file of recency is written in pages of 256 slots."""
     options = {"num_blocks": 600, "block_bytes": 512, "page_cache": True}

@@ -80,6 +80,19 @@ def test_kill_after_reset_restores_nothing(bench, monkeypatch, tmp_path):
     assert load(bench.open(), bench.keys(2)).done == bench.keys(2)
 
 
+def test_hung_mark_keeps_files_open(bench, monkeypatch):
+    monkeypatch.setattr(tier_module, "_CLOSE_S", 0.01)
+    released = threading.Event()
+    monkeypatch.setattr(TierDirectory, "mark_void", lambda *_: released.wait())
+    tier = bench.open()
+    tier.reset()
+    wait_for_reset(tier)
+    tier.shutdown()
+    assert os.path.samestat(os.fstat(tier._store.fd), (bench.path / "data").stat())
+    released.set()
+    tier._store.close()
+
+
 def test_reset_at_largest_epoch_continues(bench):
     bench.open().shutdown()
     bench.edit_header(epoch=(1 << 32) - 1)
