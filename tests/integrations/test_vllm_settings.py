@@ -120,6 +120,8 @@ def test_read_settings_needs_a_size():
         ({"tiers": [{**DISK, "write_policy": "never"}]}, "write_policy in tier 'disk' must be one of .*, got 'never'"),
         ({"lookup_deadline_s": 0}, "lookup_deadline_s in .* must be a number of seconds > 0 .*, got 0"),
         ({"pool_folder": "/no/such"}, "pool_folder must be a folder in shared memory, got '/no/such'"),
+        ({"node_pool": True, "tiers": [{**DISK, "path": "kv/{dp_rank}"}]}, "one tier serves all engines; leave"),
+        ({"node_pool": True, "pool_folder": "/dev/shm"}, "leave 'pool_folder' out"),
     ],
 )
 def test_read_settings_refuses_invalid_disk_tiers(extra_config, message):

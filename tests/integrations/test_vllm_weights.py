@@ -72,6 +72,13 @@ def test_digest_byte_edited_in_place_differs(files, later, offset):
     assert digest(files)[0] == before
 
 
+def test_digest_recent_change_is_not_kept(files):
+    for file in files:
+        # The time of modification can be set back, that of the change cannot.
+        os.utime(file, (1, 1))
+    assert [digest(files)[1] for _ in range(2)] == [2 * NUM_BYTES] * 2
+
+
 def test_digest_copy_elsewhere_is_equal(files, later, tmp_path):
     before = digest(files)[0]
     copy = shutil.copytree(files[0].parent, tmp_path / "copy")
