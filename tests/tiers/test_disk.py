@@ -177,6 +177,16 @@ def test_cut_groups_consecutive_slots(bench):
     assert tier.cut([7, 3, 4, 9, 8], 5) == [[1, 2], [0, 4, 3]]
 
 
+def test_threads_share_a_large_job(tmp_path):
+    rows = np.zeros((4, 1 << 20), np.int8)
+    tier = DiskTier(tmp_path, DiskTier.capacity_for(80, 1 << 20), rows, num_threads=4, preallocate=False)
+    assert [len(run) for run in tier.cut(list(range(3)), 3)] == [2, 1]
+    assert [len(run) for run in tier.cut(list(range(12)), 12)] == [3] * 4
+    assert [len(run) for run in tier.cut(list(range(0, 80, 2)), 40)] == [1] * 40
+    assert [len(run) for run in tier.cut(list(range(64)), 64)] == [4] * 16
+    tier.shutdown()
+
+
 def test_growing_and_shrinking_keep_what_fits(bench, tmp_path):
     bench.leave(*range(8), num_blocks=8)
     tier = bench.open(num_blocks=12)

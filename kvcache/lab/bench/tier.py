@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -137,17 +138,19 @@ def move(
     host_blocks: int,
     calls: list[float],
     moved: Callable[[int, int], None] | None = None,
-    pause_s: float = 0.0005,
+    pause_s: float = 0.005,
 ) -> None:
     """Store or load blocks in jobs, as many at a time as the tier takes and the host pool has room for.
 
     `submit` is the tier's `submit_store` or `submit_load`; `calls` receives how long each call of the tier took, and
-    `moved` is called with the blocks done and the blocks in all. After looking in vain it waits `pause_s`, half a step
-    of a fast engine: looking more often takes the time of the threads that move blocks.
+    `moved` is called with the blocks done and the blocks in all. After looking in vain it waits until the tier has
+    ended work, or for `pause_s`: looking more often takes the time of the threads that move blocks.
     """
     free = [range(first, min(first + job_blocks, host_blocks)) for first in range(0, host_blocks, job_blocks)]
     busy: dict[int, range] = {}
     position = num_done = 0
+    has_ended = Event()
+    tier.call_on_end(has_ended.set)
     end_s = time.monotonic() + _PATIENCE_S
     while num_done < len(keys):
         while free and position < len(keys):
@@ -161,6 +164,7 @@ def move(
                 break
             busy[position] = free.pop()
             position += len(batch)
+        has_ended.clear()
         start = time.perf_counter()
         results = tier.get_finished()
         calls.append(time.perf_counter() - start)
@@ -178,7 +182,7 @@ def move(
         else:
             if not busy or time.monotonic() > end_s:
                 raise OSError(f"the tier takes nothing: {tier.stats()}")
-            time.sleep(pause_s)
+            has_ended.wait(pause_s)
 
 
 def _ask(tier: Tier, keys: list[bytes]) -> None:

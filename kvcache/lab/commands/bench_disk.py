@@ -48,8 +48,8 @@ def disk(
             num_bytes,
             num_blocks,
             threads,
-            job_blocks=max(1, (8 << 20) // num_bytes),
-            in_flight=min(num_blocks, max(8, (64 << 20) // num_bytes)),
+            job_blocks=max(1, (32 << 20) // num_bytes),
+            in_flight=min(num_blocks, max(8, (128 << 20) // num_bytes)),
             progress=progressed,
         )
     times = (

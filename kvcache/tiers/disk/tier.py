@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 MAX_RUN_BLOCKS = 32
 """Slots in one system call at most. Work between two calls holds the GIL, and the scheduler waits for it."""
+SHARED_BYTES = 2 << 20
+"""Jobs of more bytes are divided among the threads. Smaller calls would take more time for Python than for the disk."""
 _LOG = logging.getLogger(__name__)
 _MARK_S = 0.02
 """How long `reset` waits for its mark, which takes a fraction of that unless the disk hangs."""
@@ -86,7 +88,7 @@ class DiskOptions(Options):
     max_queued_blocks: int = option(
         parse_count, 65536, when="more, or fewer, blocks may be under way at a time", advanced=True
     )
-    max_io_bytes: int = option(parse_size, 2 << 20, when="the disk needs larger, or smaller, operations", advanced=True)
+    max_io_bytes: int = option(parse_size, 4 << 20, when="the disk needs larger, or smaller, operations", advanced=True)
     preallocate: bool = option(
         parse_flag, True, when="the tier must not take its whole capacity at its start", advanced=True
     )
@@ -157,6 +159,8 @@ class DiskTier(JobTier):
         # Consecutive slots move in one call only if no padding lies between two blocks.
         is_packed = self._header.slot_bytes == block_bytes
         max_run_blocks = max(1, min(MAX_RUN_BLOCKS, values.max_io_bytes // block_bytes)) if is_packed else 1
+        self._shared_blocks = SHARED_BYTES // block_bytes
+        self._num_threads = values.num_threads
         self._store: BlockStore | None = None
         self._current = (0, self._header.generation)
         self._marks: list[Background] = []
@@ -305,12 +309,14 @@ class DiskTier(JobTier):
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
         places = slots or []
-        if places and places == list(range(places[0], places[0] + num_blocks)):
-            return super().cut(slots, num_blocks)
+        share = max(1, self._shared_blocks, -(-num_blocks // self._num_threads))
+        size = min(share, self.max_batch_blocks)
+        if places == list(range(places[0], places[0] + num_blocks)):
+            return [list(range(first, min(first + size, num_blocks))) for first in range(0, num_blocks, size)]
         runs: list[list[int]] = []
         expected = -1
         for i in sorted(range(num_blocks), key=places.__getitem__):
-            if places[i] != expected or len(runs[-1]) == self.max_batch_blocks:
+            if places[i] != expected or len(runs[-1]) == size:
                 runs.append([])
             runs[-1].append(i)
             expected = places[i] + 1
