@@ -151,6 +151,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OURS, {f"{EXTRA}.data_plane": "kvcache", f"{EXTRA}.canonical_layout": True}, "not support 'canonical_layout'"),
     (OURS, {f"{EXTRA}.pool_folder": "/no-such-shm"}, "pool_folder must be a folder in shared memory"),
     (ENGINES, {f"{EXTRA}.cpu_bytes_to_use": "64MiB"}, "as vLLM reads it, got '64MiB'"),
+    (ENGINES, {f"{EXTRA}.cpu_bytes_to_use": True}, "as vLLM reads it, got True"),
     (ENGINES, {f"{EXTRA}.secondary_tiers.0.kind": "disc"}, "did you mean 'disk'"),
     (ENGINES, {f"{EXTRA}.secondary_tiers.0.arbiter": True}, "omit arbiter"),
     (ENGINES, {f"{EXTRA}.secondary_tiers.0.locality": "local"}, "locality in a KVCacheTier must be one of"),

@@ -97,6 +97,10 @@ def test_withheld_slots_are_never_given(make: Any) -> None:
     assert cache.reserve(keys(*range(10, 16)), None, None) is None
     cache.give_back([5, 1])
     assert cache.num_free == 2
+    cache.reset()
+    assert cache.num_free == 8
+    with pytest.raises(BlockStateError, match="not withheld"):
+        cache.give_back([4])
 
 
 def test_slots_withheld_twice_are_refused(make: Any) -> None:

@@ -72,6 +72,23 @@ def test_digest_byte_edited_in_place_differs(files, later, offset):
     assert digest(files)[0] == before
 
 
+def test_digest_replaced_file_is_read(files, later, monkeypatch):
+    def without_ctime(status):
+        # Some file systems keep no times of changes.
+        return [status.st_size, status.st_mtime_ns, 1, status.st_ino]
+
+    monkeypatch.setattr(weights, "_look_of", without_ctime)
+    before = digest(files)[0]
+    other = files[0].with_name("other")
+    shutil.copy2(files[0], other)
+    edit(other, 0)
+    times = files[0].stat()
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other.replace(files[0])
+    assert digest(files) == (digest(files)[0], NUM_BYTES)
+    assert digest(files)[0] != before
+
+
 def test_digest_recent_change_is_not_kept(files):
     for file in files:
         # The time of modification can be set back, that of the change cannot.

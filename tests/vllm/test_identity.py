@@ -16,6 +16,7 @@ from kvcache.integrations.vllm.identity import fingerprint
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
 def llama_config(num_hidden_layers=2, **changes):
@@ -101,6 +102,11 @@ def test_fingerprint_changes_with_each_setting(folder, of_model, of_engine, fiel
     assert differing(taken(model_config(folder)), found) == {field}
 
 
+def test_fingerprint_differs_by_lora_dtype(folder):
+    loras = [SimpleNamespace(lora_dtype=dtype, default_mm_loras=None) for dtype in (torch.float16, torch.float32)]
+    assert differing(*[taken(model_config(folder), lora_config=lora) for lora in loras]) == {"lora"}
+
+
 def test_fingerprint_draft_model_is_part(folder, tmp_path):
     drafts = [model_config(write_weights(tmp_path / f"draft{seed}", seed)) for seed in (1, 2)]
     model = model_config(folder)
@@ -148,9 +154,10 @@ def test_fingerprint_omits_text_generation_settings(folder):
     assert taken(changed) == taken(model_config(folder))
 
 
-def test_fingerprint_counts_length_for_longrope_only(folder):
+@pytest.mark.parametrize("rope", [LONG, DYNAMIC])
+def test_fingerprint_counts_length_for_some_ropes(folder, rope):
     config = llama_config()
-    config.rope_parameters = LONG
+    config.rope_parameters = rope
     found = [taken(model_config(folder, hf_config=config, max_model_len=n)) for n in (1024, 2048)]
     assert differing(*found) == {"max_model_len"}
 

@@ -91,6 +91,7 @@ def test_policies_never_evict_used_blocks(name):
     assert manager.prepare_store(keys(4), context) is None
     manager.complete_store(keys(0, 1), context)
     manager.complete_store(keys(2), context, success=False)
+    assert manager.lookup(key(2), context) is base.LookupResult.MISS
     manager.prepare_load(keys(0), context)
     output = manager.prepare_store(keys(4, 5), context)
     assert (output.keys_to_store, output.evicted_keys) == (keys(4, 5), keys(1))
@@ -101,6 +102,19 @@ def test_policies_never_evict_used_blocks(name):
     manager.reset_cache()
     assert manager.lookup(key(0), context) is base.LookupResult.MISS
     manager.prepare_store(keys(0, 1, 2, 3), context)
+
+
+def test_reset_policy_counts_a_request_anew():
+    manager = EngineManager(2, "Lru", MODULE)
+    before, after = base.ReqContext("before"), base.ReqContext("after")
+    for context in (before, after):
+        manager.on_new_request(context)
+    manager.touch(keys(0), before)
+    manager.reset_cache()
+    manager.prepare_store(keys(0, 1), after)
+    manager.complete_store(keys(0, 1), after)
+    manager.touch(keys(0), before)
+    assert manager.prepare_store(keys(2), after).evicted_keys == keys(1)
 
 
 def test_policies_work_above_a_tier():
