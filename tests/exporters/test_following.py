@@ -14,6 +14,7 @@ from kv_harness import ANY_PORT, media_of, open_publisher, stalled, until
 from kvcache import CPUOffloadingManager, MemoryTier, OffloadingEvent, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.assembly.assemble import OffloadSettings, open_manager
 from kvcache.cli.findings import check_config
+from kvcache.request import Prompt
 
 PLAIN = "reference_policies:ReferenceARC"  # five primitives in plain Python
 KEYS = [b"block %4d" % number + bytes(4) for number in range(300)]
@@ -216,6 +217,8 @@ def test_configuration_opens_following_publisher():
     assert exporter.address == f"{exporter.publisher.endpoint} (replays at {exporter.publisher.replay_endpoint})"
     store(manager, KEYS[:3])
     assert held(exporter.publisher) == set(KEYS[:3])
+    # It knows the manager's block size, which descriptions need.
+    exporter.publisher.describe([], Prompt([], []))
     found = {sample.name: sample.value for sample in manager.telemetry.snapshot().samples()}
     assert (found["publisher_sent_batches"], found["publisher_queued_events"]) == (1, 0)
     manager.telemetry.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -141,3 +142,4 @@ def test_configured_worker_traces_until_shutdown(
         ("CPU -> GPU", 128, "e"),
     ]
     assert worker.closers == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvcache-otel"]

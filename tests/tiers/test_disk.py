@@ -187,6 +187,12 @@ def test_threads_share_a_large_job(tmp_path):
     tier.shutdown()
 
 
+def test_blocks_of_edited_fingerprint_are_misses(bench):
+    bench.leave(*range(8), fingerprint={"model": "a"})
+    bench.edit_header(fingerprint={"model": "b"})
+    assert bench.open(fingerprint={"model": "b"}).lookup(bench.keys(0)) == 0
+
+
 def test_growing_and_shrinking_keep_what_fits(bench, tmp_path):
     bench.leave(*range(8), num_blocks=8)
     tier = bench.open(num_blocks=12)

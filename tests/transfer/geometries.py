@@ -47,12 +47,14 @@ class NoisyPool:
         self.flat = torch.from_numpy(memory)[GUARD:-GUARD]
         self.tensor = self.flat.view(num_blocks, stride_bytes)[:, :block_bytes]
         self.address = self.tensor.data_ptr()
+        self.used = set()
 
     def has_owner(self):
         return True
 
     def note_use(self, block_ids):
         assert 0 <= block_ids.min(initial=0) <= block_ids.max(initial=0) < self.num_blocks
+        self.used.update(block_ids.tolist())
 
 
 @dataclass

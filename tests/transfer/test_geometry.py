@@ -50,6 +50,8 @@ def test_bytes_go_where_reference_puts_them(make_handler, to_host, case):
     assert result.success
     assert result.transfer_size == sum(n for *_, n in case.pieces())
     np.testing.assert_array_equal(case.pool.memory, memory)
+    # Host memory grows with use.
+    assert case.pool.used == set(case.host_spec.block_ids.tolist())
     for buffer, expected in zip(case.buffers, buffers, strict=True):
         np.testing.assert_array_equal(buffer.numpy(), expected)
     handler.shutdown()

@@ -583,6 +583,15 @@ def test_uncountable_result_costs_no_other(worker, caplog):
     assert [record.message.split(" was ")[-1] for record in caplog.records] == ["not counted"] * 2
 
 
+def test_each_series_of_errors_is_logged(worker, caplog):
+    handler = MinimalHandler()
+    worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, handler)
+    for handler.get_finished in (None, None, list, None):  # None raises
+        worker.get_finished()
+    text = "MinimalHandler did not return its finished jobs"
+    assert [record.message for record in caplog.records] == [text] * 2
+
+
 def test_worker_counts_whole_jobs_only(worker):
     handler, kind = MinimalHandler(), ("GPU", "CPU")
     handler.get_finished = lambda: [TransferResult(1, False, 64, 9.0, kind), TransferResult(2, True, 8, 0.5, kind)]
