@@ -84,8 +84,7 @@ class Medium:
         num_blocks : int
             Blocks of the job.
         """
-        positions, size = list(range(num_blocks)), self.max_batch_blocks
-        return [positions[first : first + size] for first in range(0, num_blocks, size)]
+        return consecutive(num_blocks, self.max_batch_blocks)
 
     def mark_reset(self) -> None:
         """Do the part of a reset that must be done before `reset` returns; the tier serves nothing by then."""
@@ -98,3 +97,9 @@ class Medium:
 
     def on_used(self, slots: list[int], last_seq: int) -> None:
         """Called when the blocks in `slots` were used; the first one is the most recent, as of number `last_seq`."""
+
+
+def consecutive(num_blocks: int, size: int) -> list[list[int]]:
+    """Return the positions 0 .. `num_blocks` - 1 in groups of `size`; the last one may be smaller."""
+    positions = list(range(num_blocks))
+    return [positions[first : first + size] for first in range(0, num_blocks, size)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,7 @@ from kvcache.options import (
 from kvcache.tiering.codec import Codec, make_codec, parse_codec, stored_form
 from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
 from kvcache.tiering.log_limiter import LogLimiter
+from kvcache.tiering.medium import consecutive
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import TierDirectory, refusal_of, reported
 from kvcache.tiers.disk.header import Header, TierDirectoryError, capacity_for, num_slots_within
@@ -309,10 +311,10 @@ class DiskTier(JobTier):
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
         places = slots or []
-        share = max(1, self._shared_blocks, -(-num_blocks // self._num_threads))
+        share = max(1, self._shared_blocks, math.ceil(num_blocks / self._num_threads))
         size = min(share, self.max_batch_blocks)
-        if places == list(range(places[0], places[0] + num_blocks)):
-            return [list(range(first, min(first + size, num_blocks))) for first in range(0, num_blocks, size)]
+        if places and places == list(range(places[0], places[0] + num_blocks)):
+            return consecutive(num_blocks, size)
         runs: list[list[int]] = []
         expected = -1
         for i in sorted(range(num_blocks), key=places.__getitem__):
