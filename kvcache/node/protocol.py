@@ -55,28 +55,21 @@ class FrameReader:
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Yield the frames that `data` completes. ValueError: a length is out of range."""
         buffer = self._buffer
-        # Mostly the data is one whole frame, which is not copied.
-        source: bytes | bytearray = data
-        if buffer:
-            buffer += data
-            source = buffer
+        buffer += data
         start = 0
         try:
-            while len(source) - start >= HEAD.size:
-                length, op, flag, key_bytes, request = HEAD.unpack_from(source, start)
+            while len(buffer) - start >= HEAD.size:
+                length, op, flag, key_bytes, request = HEAD.unpack_from(buffer, start)
                 if not 8 <= length <= MAX_FRAME_BYTES:
                     raise ValueError(f"a frame must have 8 to {MAX_FRAME_BYTES} bytes, got {length}")
                 end = start + 4 + length
-                if len(source) < end:
+                if len(buffer) < end:
                     return
-                payload = bytes(memoryview(source)[start + HEAD.size : end])
+                payload = bytes(memoryview(buffer)[start + HEAD.size : end])
                 start = end
                 yield Frame(op, flag, key_bytes, request, payload)
         finally:
-            if source is buffer:
-                del buffer[:start]
-            else:
-                buffer += data[start:]
+            del buffer[:start]
 
 
 def unpack_keys(payload: bytes, key_bytes: int, first: int = 0) -> tuple[list[bytes], np.ndarray[Any, Any]]:
