@@ -212,7 +212,7 @@ def test_late_master_is_tried_first(local, opened, monkeypatch):
         for _ in range(2):
             with suppress(OSError):
                 tier.maintain()
-    # What is tried lends no memory.
+    # A client that is only tried lends no memory.
     assert [(setup[2], setup[-1]) for setup in trials] == [(0, master)] * 2
     store_until_done(tier, KEYS[:2])
 
