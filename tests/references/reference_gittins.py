@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvcache.block import BlockStatus
 from kvcache.policies.base import CachePolicy, RequestUses
@@ -23,6 +24,7 @@ NUM_SHARED = 4
 BINS, CLASSES = range(NUM_BINS), range(FIRST_SHARED + NUM_SHARED)
 
 Cell = tuple[int, int]
+Row = tuple[int, ...]  # a count or a chance for each bin
 Victims = list[tuple[bytes, BlockStatus]]
 
 
@@ -445,32 +447,36 @@ class ReferenceGittins(CachePolicy):
             self.total = sum(map(sum, self.hit + self.sur))
         chance = 4096
         chances = []
-        for b in BINS:
-            num_hit = sum(counts[b] for counts in self.hit)
-            num_sur = sum(counts[b] for counts in self.sur)
+        hits, survivals = (map(sum, zip(*counts, strict=True)) for counts in (self.hit, self.sur))
+        for num_hit, num_sur in zip(hits, survivals, strict=True):
             chance = ((num_hit << 16) + 2048 * chance) // (num_hit + num_sur + 2048)
             chances.append(chance)
-        self.value = [self._values(self.hit[cls], self.sur[cls], cls, chances) for cls in CLASSES]
+        self.value = []
+        for cls in CLASSES:
+            is_shared = cls >= FIRST_SHARED
+            weight = self.prior_shared if is_shared else self.prior
+            counts = tuple(self.hit[cls]), tuple(self.sur[cls])
+            self.value.append(values_of(*counts, tuple(chances), is_shared or cls % 2 == 1, weight))
 
-    def _values(self, hit: list[int], sur: list[int], cls: int, chances: list[int]) -> list[int]:
-        expected = sum((hit[b] + sur[b]) * chances[b] for b in BINS) >> 16
-        is_again = cls % 2 or cls >= FIRST_SHARED
-        weight = self.prior_shared if cls >= FIRST_SHARED else self.prior
-        factor = ((sum(hit) << 16) + 1024 * (65536 if is_again else 32768)) // (expected + 1024)
-        values = [0] * NUM_BINS
-        stack: list[tuple[int, int, int]] = []
-        for b in range(NUM_BINS - 1, -1, -1):
-            guess = min(64512, (factor * chances[b]) >> 16)
-            h = min(64512, ((hit[b] << 16) + weight * guess) // (hit[b] + sur[b] + weight))
-            uses, time, stays = h, (EDGES[b + 1] - EDGES[b]) * (65536 - h // 2), 65536 - h
-            while stack and stack[-1][0] * time > uses * stack[-1][1]:
-                more_uses, more_time, still_stays = stack.pop()
-                uses += stays * more_uses >> 16
-                time += stays * more_time >> 16
-                stays = stays * still_stays >> 16
-            stack.append((uses, time, stays))
-            values[b] = (uses << 32) // time
-        return values
+
+@lru_cache(maxsize=256)  # most classes are empty: they share their values
+def values_of(hit: Row, sur: Row, chances: Row, is_again: bool, weight: int) -> list[int]:
+    expected = sum((hit[b] + sur[b]) * chances[b] for b in BINS) >> 16
+    factor = ((sum(hit) << 16) + 1024 * (65536 if is_again else 32768)) // (expected + 1024)
+    values = [0] * NUM_BINS
+    stack: list[tuple[int, int, int]] = []
+    for b in range(NUM_BINS - 1, -1, -1):
+        guess = min(64512, (factor * chances[b]) >> 16)
+        h = min(64512, ((hit[b] << 16) + weight * guess) // (hit[b] + sur[b] + weight))
+        uses, time, stays = h, (EDGES[b + 1] - EDGES[b]) * (65536 - h // 2), 65536 - h
+        while stack and stack[-1][0] * time > uses * stack[-1][1]:
+            more_uses, more_time, still_stays = stack.pop()
+            uses += stays * more_uses >> 16
+            time += stays * more_time >> 16
+            stays = stays * still_stays >> 16
+        stack.append((uses, time, stays))
+        values[b] = (uses << 32) // time
+    return values
 
 
 def _hinted(cls: int, request: RequestUses | None) -> int:
