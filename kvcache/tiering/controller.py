@@ -357,6 +357,8 @@ class TierController:
         """Reset the tier and drop the backlog. If that raises, the tier is not used until a reset works."""
         self.backlog.clear()
         self._uses.clear()
+        # Jobs are still awaited; other reports are of blocks that the tier forgets now.
+        self._reported = deque(report for report in self._reported if getattr(report, "job_id", None) is not None)
         has_failed = self._faults.call("reset", True, reset_tier, self.tier, version)
         self._reset_again = (now_s + self.config.pause_s, version) if has_failed else None
 

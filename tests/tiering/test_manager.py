@@ -450,6 +450,13 @@ def test_tiers_own_changes_are_events():
     bench.tier.get_finished = lambda: [TierResult(None, keys_of("ab")), TierResult(None, removed=keys_of("a"))]
     bench.manager.on_schedule_end()
     assert bench.events() == [("MANUAL", False, keys_of("ab")), ("MANUAL", True, keys_of("a"))]
+    # A reset drops those that wait for a later step.
+    bench.tier.get_finished = lambda: [TierResult(None, [b"%d" % i for i in range(2000)]), TierResult(None, [b"c"])]
+    bench.manager.on_schedule_end()
+    bench.tier.get_finished = list
+    bench.manager.reset_cache()
+    bench.manager.on_schedule_end()
+    assert bench.events() == []
 
 
 def test_reset_withholds_only_overdue_slots():
