@@ -275,7 +275,7 @@ class Arbitration:
         prefill = self.arbiter.prefill
         first_token = max(blocks[0][0] - self._block_size, 0)
         decision = self.arbiter.decide(first_token, segments, now_s)
-        choice.limit_token = decision.end_token if decision.kept_blocks else first_token
+        choice.limit_token = decision.end_token
         if prefill.is_known and decision.kept_blocks:
             # Computing would be done by then, too.
             patience_s = max(prefill.compute_s(first_token, decision.end_token), decision.load_s)

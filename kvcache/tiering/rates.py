@@ -173,8 +173,7 @@ class LinkRate:
 
     def _close_window(self) -> None:
         # Jobs that share the link end together: only all of them together give its rate.
-        if self._window_blocks:
-            self.fit.record(self._window_blocks, self._from_idle, self._end_s - self._begin_s)
+        self.fit.record(self._window_blocks, self._from_idle, self._end_s - self._begin_s)
         self._begin_s, self._from_idle = self._end_s, 0
         self._window_jobs = self._window_blocks = 0
 

@@ -342,6 +342,10 @@ def test_failed_jobs_teach_nothing():
     assert not link.is_known
     assert link.is_idle
     assert link.load_s(1, 50.0) == 0.0
+    for end_s in (math.inf, 51.0):
+        link.sent(10, 50.0)
+        link.ended(10, 10, 50.0, end_s, 51.0)
+    assert link.load_s(20, 52.0) == 2.0
 
 
 def test_rates_in_use_ignore_noise():
