@@ -16,6 +16,8 @@ from kvcache import (
     CPUOffloadingManager,
     ReqContext,
 )
+from kvcache.control.pool import BlockPool
+from kvcache.keys import make_offload_key
 from kvcache.testing.reference import ReferenceLRU, Victims
 
 A, B, C, D = b"A", b"B", b"C", b"D"
@@ -152,3 +154,19 @@ def test_removing_absent_managed_key_raises() -> None:
     manager = CPUOffloadingManager(16, 4)
     with pytest.raises(KeyError, match="block is not in the cache: b'absent'"):
         manager.policy.remove(b"absent")
+
+
+def test_policy_without_units_refuses_windows() -> None:
+    assert type(CPUOffloadingManager(16, 8, "gittins", group_windows=[None]).policy).__name__ == "GittinsCachePolicy"
+    manager, context = CPUOffloadingManager(16, 8, "gittins", group_windows=(None, 1)), ReqContext()
+    assert manager.configuration()["group_windows"] == [None, 1]
+    keys = [make_offload_key(key, group) for group in (0, 1) for key in (A, B)]
+    context.set_offload_key_positions(dict(zip(keys, [16, 32] * 2, strict=True)))
+    manager.touch(keys[:2], context)
+    # Group 1 needs its last block only.
+    output = manager.prepare_store(keys, context)
+    assert output is not None
+    assert output.keys_to_store == [*keys[:2], keys[3]]
+    for policy, backend, name in (("lru", None, "LRUCachePolicy"), ("gittins", CPUBackend(16, 8), "custom backend")):
+        with pytest.raises(ValueError, match=f"{name} has no rule for several KV-cache groups"):
+            BlockPool(8, policy, backend=backend, group_windows=[None, 1])

@@ -140,6 +140,21 @@ def test_worker_without_manager_reports_its_sources() -> None:
     telemetry.close()
 
 
+@pytest.mark.parametrize(
+    "labels",
+    [
+        *({"engine": text} for text in ("x" * 1025, "\ud800", 7, None)),
+        *({name: "a"} for name in ("we ird", "__name__", "le", "", "é", "9", 7)),
+    ],
+)
+def test_unscrapable_label_is_named(labels: dict[str, str]) -> None:
+    (text,) = labels.values()
+    with pytest.raises(ValueError, match=r"a label must have a name such as 'engine' .*, got") as caught:
+        Telemetry(None, labels=labels)
+    assert len(str(caught.value)) < 300
+    assert repr(text)[:80] in str(caught.value)
+
+
 def test_promotions_writes_and_waits_are_measured() -> None:
     host_blocks = np.zeros((4, 16), dtype=np.uint8)
     manager = TieredOffloadingManager(16, 4, [MemoryTier(16, host_blocks)])

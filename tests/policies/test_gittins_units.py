@@ -418,15 +418,6 @@ def test_above_tier_declined_unit_leaves_first() -> None:
     assert engine.policy.gauges()["lru_requests"] == 0
 
 
-def test_policy_without_units_refuses_windows() -> None:
-    with pytest.raises(ValueError, match="the policy LRUCachePolicy has no rule for several KV-cache groups"):
-        CPUOffloadingManager(16, 8, "lru", group_windows=[None, 1])
-
-
-def test_one_group_is_plain_gittins() -> None:
-    assert type(CPUOffloadingManager(16, 8, "gittins", group_windows=[None]).policy).__name__ == "GittinsCachePolicy"
-
-
 def test_keys_outside_sets_are_declined() -> None:
     engine = Engine(20, [None, 1])
     path = [b"%d" % i for i in range(6)]
