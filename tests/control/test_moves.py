@@ -177,4 +177,5 @@ def test_use_refused_by_policy_counts_later() -> None:
     with pytest.raises(OSError, match="not now"):
         manager.touch([A], context)
     manager.touch([A], context)
-    assert used == [[A], [A]]
+    manager.prepare_load([A], ReqContext())
+    assert used == [[A]] * 3

@@ -120,13 +120,14 @@ def test_hung_tiers_never_take_whole_pool(num_blocks, num_tiers):
     tiers = [ManualTier(1000, host) for _ in range(num_tiers)]
     config = TierConfig(max_store_blocks=1000, pause_s=1.0)
     manager = TieredOffloadingManager(16, num_blocks, [(tier, config) for tier in tiers], clock=lambda: clock[0])
-    for tier in tiers:
-        tier.submit_store(-1, [b"below-%d" % i for i in range(64)], [0] * 64)
+    for first, tier in enumerate(tiers):
+        keys = [b"below-%d" % i for i in range(first, 66, num_tiers)]
+        tier.submit_store(-1, keys, [0] * len(keys))
         tier.end(tier.pending[0])
     for number in range(200):
         clock[0] += 0.5
         context = ReqContext()
-        manager.lookup([b"below-%d" % (number % 64)], context)
+        manager.lookup([b"below-%d" % (number % 64 + i) for i in range(2)], context)
         manager.on_schedule_end()
         manager.on_request_finished(context)
         output = manager.prepare_store([b"new-%d" % number])

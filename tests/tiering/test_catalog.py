@@ -119,6 +119,13 @@ def test_policy_of_paths_gets_head_first():
     assert plain.begin_store(prompt[::-1]).keys == prompt[::-1]
 
 
+def test_deleted_block_stored_again_stays():
+    catalog = SlotCatalog(2, "lru", KEYS[:2], [0, 1])
+    catalog.delete(KEYS[1:2])
+    catalog.end_store(catalog.begin_store(KEYS[1:2]).keys, KEYS[1:2])
+    assert catalog.begin_store(KEYS[2:3]).evicted == KEYS[:1]
+
+
 def test_query_takes_keys_that_wait(monkeypatch):
     monkeypatch.setattr(catalog_module, "MAX_QUERY_KEYS", 4)
     queries, asked = [], []
@@ -138,6 +145,10 @@ def test_query_takes_keys_that_wait(monkeypatch):
     for query in queries:
         query.end()
     assert catalog.find(KEYS[:7]) == 7
+    # A late answer makes no corrupt block whole.
+    catalog.forget(KEYS[:1], KEYS[:1])
+    queries[0].end()
+    assert (catalog.find(KEYS[:1]), catalog.begin_store(KEYS[:2]).keys) == (0, KEYS[:1])
 
 
 def test_last_reset_opens_tier(monkeypatch):

@@ -91,6 +91,9 @@ class StoreTier(JobTier):
                 outcomes.append(BlockOutcome.DONE)
         return outcomes
 
+    def get_now(self, slots, keys, buffers):
+        return [True] * len(keys)
+
     def clear(self, generation):
         self.store.enter("clear")
         self.store.values.clear()
@@ -317,7 +320,9 @@ def test_loads_overtake_waiting_stores(make, host, store):
 def test_reset_waits_for_older_jobs(make, host, store, slots):
     tier = make(slots=slots, num_threads=1)
     save(tier, keys_of("ab"))
-    hung = threading.Event()
+    assert tier.load_now(keys_of("ab"), [[], []]) == (keys_of("ab") if slots else [])
+    hung, used = threading.Event(), []
+    tier.on_used = lambda *use: used.append(use)
     tier.get = lambda batch: hung.wait() and None
     tier.submit_load(2, keys_of("ab"), [5, 6])
     until(lambda: not tier._jobs.under_way[2].moves[0]._unclaimed)
@@ -332,12 +337,16 @@ def test_reset_waits_for_older_jobs(make, host, store, slots):
     assert [(result.job_id, result.failed) for result in tier.get_finished()] == [(5, [b"d"])]
     assert tier.lookup(keys_of("ab")) == 0
     assert not tier.submit_store(3, [b"c"], [0])
-    assert tier.stats().unavailable_reason == "reset under way"
+    assert (tier.pin([b"a"]), tier.load_now([b"a"], [[]]), tier.delete([b"a"])) == ([], [], [])
+    tier.touch([b"a"])
+    assert (used, tier.stats().unavailable_reason) == ([], "reset under way")
     hung.set()
     wait_for(tier, 2)
     wait_for_reset(tier)
     assert found(tier, keys_of("ab")) == 0
     assert save(tier, keys_of("c"), 4).done == [b"c"]
+    tier.get_now = lambda *_: (tier.reset(), wait_for_reset(tier))
+    assert tier.load_now([b"c"], [[]]) == []
 
 
 def test_failed_reset_serves_nothing_until_retried(make, host, store, monkeypatch):
@@ -395,6 +404,19 @@ def test_error_of_open_becomes_the_reason(make, host, store):
     assert tier.lookup([b"a"]) == 0
 
 
+def test_tier_opening_after_shutdown_is_shut(make, store):
+    store.gate.clear()
+    tier, closed = make(slots=8, open_timeout_s=0.01), []
+    tier.close = lambda: closed.append(True)
+    tier.reset()
+    tier.shutdown()
+    store.gate.set()
+    until(lambda: closed)
+    tier.get_finished()
+    tier.reset()
+    assert (tier.generation, tier.stats().unavailable_reason) == (1, "shut down")
+
+
 def test_failed_start_closes_medium_once(make, host, store, monkeypatch):
     closed = []
     monkeypatch.setattr(StoreTier, "close", lambda tier: closed.append(tier))
@@ -410,13 +432,17 @@ def test_failed_start_closes_medium_once(make, host, store, monkeypatch):
     until(lambda: len(closed) == 2)
 
 
-def test_blocks_at_start_are_announced_once(make, host, monkeypatch):
+def test_blocks_at_start_are_announced_once(make, store, monkeypatch):
     monkeypatch.setattr(job_tier, "MAX_STEP_BLOCKS", 3)
     tier = make(slots=5, found=keys_of("abcde"))
     assert [(result.job_id, result.done) for result in tier.get_finished()] == [(None, keys_of("abc"))]
     save(tier, keys_of("fghij"))
     reported = [result for _ in range(3) for result in tier.get_finished()]
     assert [key for result in reported if result.job_id is None for key in result.done] == []
+    tier = make(slots=5, found=keys_of("abcde"))
+    store.gate.clear()
+    tier.reset()
+    assert tier.get_finished() == []
 
 
 def test_existence_is_asked_once_in_batches(make, store):

@@ -9,6 +9,7 @@ from stores import Clock
 from kvcache.block import BlockStateError
 from kvcache.request import ReqContext, Retention
 from kvcache.testing.tiers import ManualTier
+from kvcache.tiering import promotion
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.tier import TierResult
@@ -173,6 +174,8 @@ def test_promotion_too_large_is_cut():
     assert bench.ask(*keys_of("ab"), context=context) is None
     bench.step()
     assert bench.manager.lookup(keys_of("ab"), context) == 1
+    bench.manager.prepare_load([b"a"], context)
+    assert bench.manager.stats().promoted_loads == 1
 
 
 @pytest.mark.parametrize(("error", "num_ready"), [("broken", 0), ("", 1)])
@@ -183,7 +186,8 @@ def test_failed_promotion_leaves_nothing(error, num_ready):
     bench.step(error=error)
     assert bench.manager.lookup([b"a"], context) == num_ready
     assert (bench.manager.stats().num_pending, bench.manager.stats().num_referenced) == (0, num_ready)
-    assert bench.manager.tier_stats()[0].failed_jobs == 1 - num_ready
+    stats = bench.manager.tier_stats()[0]
+    assert (stats.failed_jobs, stats.dropped_blocks) == (1 - num_ready, 0)
     bench.clock.now_s += 2
     bench.manager.on_schedule_end()
     assert bench.manager.stats().num_referenced == 0
@@ -216,10 +220,23 @@ def test_lost_promotion_is_miss_after_deadline():
     assert (stats.overdue_jobs, stats.stuck_blocks, stats.reads, stats.writes) == (1, 1, "open", "closed")
     # Nothing keeps the engine awake for a job that hangs.
     assert not bench.manager.has_pending_work()
+    bench.manager.on_request_finished(context)
+    waits = bench.manager.parts()[-2].stats.wait_seconds
+    assert (waits.count, waits.sum) == (1, 2.0)
     bench.step()
     assert bench.manager.stats().num_pending == 0
     assert bench.manager.lookup(b"a", ReqContext()) is True
     assert bench.bytes_of(b"a") == b"a"
+
+
+def test_half_open_tier_gets_one_load(monkeypatch):
+    monkeypatch.setattr(promotion, "MAX_JOB_BLOCKS", 1)
+    bench = Bench(num_blocks=8, max_failures=1, pause_s=1.0).on_tier(*keys_of("ab"))
+    bench.ask(*keys_of("ab"))
+    bench.step(error="broken")
+    bench.clock.now_s += 1
+    bench.ask(*keys_of("ab"))
+    assert (bench.jobs(), bench.manager.stats().num_pending) == ([(True, [b"a"])], 1)
 
 
 def test_slow_tier_counts_dropped_stores():
@@ -520,14 +537,14 @@ def test_awaited_block_during_reset_is_absent():
     assert bench.manager.status(b"a", context) == 0
 
 
-@pytest.mark.parametrize("is_reset", [False, True])
-def test_overdue_block_is_not_coming(is_reset):
-    bench, context = Bench().on_tier(b"a"), ReqContext()
+@pytest.mark.parametrize(("seconds", "deadline_s"), [(0, 9.0), (3, 2.0), (6, 9.0)])
+def test_overdue_block_is_not_coming(seconds, deadline_s):
+    bench, context = Bench(deadline_s=deadline_s).on_tier(b"a"), ReqContext()
     bench.ask(b"a", context=context)
-    if is_reset:
+    if not seconds:
         bench.manager.reset_cache()
     else:
-        bench.clock.now_s += 6
+        bench.clock.now_s += seconds
         bench.manager.on_schedule_end()
         assert bench.manager.policy.get(b"a") is not None
     assert bench.manager.lookup(b"a", context) is False

@@ -421,6 +421,7 @@ def test_close_passes_on_every_use(monkeypatch):
     keys = [key_of(n) for n in range(3 * MAX_STEP_BLOCKS)]
     put(store, [0])
     store.touch(keys)
+    assert told
     store.close()
     assert sorted(told) == sorted(keys)
     assert store.exists(keys[:2]) == [False, False]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
-from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController
+from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
 from kvcache.tiering.uses import UseQueue
 
 STEP, LIMIT = 4, 16
@@ -108,6 +108,14 @@ def test_long_requests_leave_no_backlog(world):
     while world.controller.has_reports:
         world.controller.pass_on_uses()
     assert list(world.tier.order)[: -len(keys) - 1 : -1] == keys
+
+
+def test_job_follows_earlier_uses(world):
+    world.controller.touch([b"a"], None)
+    seen = []
+    world.tier.submit_store = lambda *job: seen.extend(world.tier.order)
+    world.controller.send(TierJob(1, world.controller, False, [b"b"], [0], 5.0), 0.0)
+    assert seen == [b"a"]
 
 
 def test_flood_of_uses_is_bounded(world):

@@ -241,7 +241,7 @@ def test_second_writer_is_refused_not_reader(bench):
         clear_directory(bench.path)
     reader = bench.open(read_only=True)
     assert load(reader, bench.keys(1, 2)).failed == []
-    assert reader.submit_store(9, bench.keys(5), [0]) is False
+    assert (reader.submit_store(9, bench.keys(5), [0]), reader.delete(bench.keys(1))) == (False, [])
     reader.reset()
     wait_for_reset(reader)
     assert reader.lookup(bench.keys(1)) == 0
