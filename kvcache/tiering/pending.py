@@ -141,4 +141,3 @@ class PendingRequests:
         if request.held:
             self._pool.unpin(list(request.held))
             request.held.clear()
-        request.prefix = []
