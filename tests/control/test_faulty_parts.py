@@ -172,6 +172,20 @@ def test_plug_in_without_cache_capacity_resets() -> None:
     assert manager.policy.capacity_given == 2  # type: ignore[attr-defined]
 
 
+def test_failed_reset_loses_no_block() -> None:
+    class Stuck(Bare):
+        def clear(self) -> None:
+            self.blocks.clear()
+            raise Boom
+
+    manager = CPUOffloadingManager(16, 1, Stuck)
+    stored(manager, [b"a"])
+    Stuck.__init__ = lambda *_: 1 / 0  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        manager.reset_cache()
+    assert (manager.lookup(b"a"), stored(manager, [b"b"])) == (True, [0])
+
+
 def test_raising_insert_adds_none_of_keys() -> None:
     class Choosy(Bare):
         def insert(self, key: bytes, block: BlockStatus) -> None:

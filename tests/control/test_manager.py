@@ -159,6 +159,8 @@ def test_one_event_per_batch_unless_empty(make: Make) -> None:
         OffloadingEvent([C, D], 16, "CPU", False),
         OffloadingEvent([C], 16, "CPU", True),
     ]
+    store(manager, F)
+    manager.reset_cache()
     assert list(manager.take_events()) == []
 
 

@@ -178,4 +178,7 @@ def test_use_refused_by_policy_counts_later() -> None:
         manager.touch([A], context)
     manager.touch([A], context)
     manager.prepare_load([A], ReqContext())
-    assert used == [[A]] * 3
+    manager.reset_cache()
+    store(manager, A)
+    manager.touch([A], context)
+    assert used == [[A]] * 4

@@ -225,7 +225,8 @@ def test_answer_is_kept_within_a_request():
     assert manager.lookup(keys, cut) == 0
     manager.arbiter.prefill.fit.set(1.0, 0.0)  # and now more than anything
     assert manager.lookup(keys, cut) == 0
-    assert manager.lookup(keys, ReqContext()) is None
+    manager.on_request_finished(cut)
+    assert manager.lookup(keys, cut) is None
 
 
 def test_prefix_computed_sooner_is_not_loaded():
@@ -399,6 +400,10 @@ def test_call_without_request_is_not_arbitrated():
     engine.manager.controllers[0].link.fit.set(1.0, 0.0)
     assert engine.manager.lookup(engine.prompt(4)) is None
     assert engine.manager.lookup(engine.prompt(4), ReqContext()) == 0
+    # A reset forgets the blocks to probe the link with.
+    engine.manager.reset_cache()
+    engine.manager.on_schedule_end()
+    assert not engine.tier.pending
 
 
 @pytest.mark.parametrize("position", [-1, 10**400, -(10**400), 1 << 62, "16", None, 1.5, math.nan])

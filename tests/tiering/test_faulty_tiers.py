@@ -248,7 +248,8 @@ def test_refused_stores_keep_no_reference():
     assert [stats.dropped_blocks for stats in world.manager.tier_stats()] == [4, 4]
 
 
-def test_failed_load_frees_its_blocks():
+@pytest.mark.parametrize("num_done", [0, 1])
+def test_failed_load_frees_its_blocks(num_done):
     world = World()
     world.tiers[0].submit_store(-1, [b"a", b"b"], [0, 0])
     world.end_jobs()
@@ -256,10 +257,12 @@ def test_failed_load_frees_its_blocks():
     context = ReqContext()
     world.manager.lookup([b"a", b"b"], context)
     world.step()
-    world.end_jobs("broken")
-    world.step()
-    assert world.manager.lookup([b"a", b"b"], context) == 0
-    assert world.manager.stats().num_free == NUM_BLOCKS
+    (job,) = world.tiers[0].pending
+    world.tiers[0].get_finished = lambda: [TierResult(job.job_id, job.keys[:num_done], job.keys[num_done:])]
+    world.manager.on_schedule_end()
+    assert world.manager.lookup([b"a", b"b"], context) == num_done
+    assert world.manager.stats().num_free == NUM_BLOCKS - num_done
+    assert [stats.dropped_blocks for stats in world.manager.tier_stats()] == [0, 0]
 
 
 def test_committed_blocks_are_offered_once():
@@ -322,18 +325,20 @@ def test_reset_drops_what_waits_for_tiers():
 @pytest.mark.parametrize("error", ["", "broken"])
 def test_foreign_keys_in_report_are_ignored(error):
     world = World()
-    world.store([b"a"])
+    world.store([b"a", b"b"])
     list(world.manager.take_events())
     (job,) = world.tiers[0].pending
-    report = TierResult(job.job_id, [b"a", b"x", b"a"], [b"y", b"z"], error=error)
-    world.tiers[0].get_finished = lambda: [report]
+    report = TierResult(job.job_id, [b"a", b"x", b"a"], [b"y", b"b"], error=error)
+    world.tiers[0].get_finished = lambda: [report, TierResult(10**7, [b"never"], removed=[b"a"])]
     world.step()
     world.tiers[0].get_finished = list
     events = [(event.medium, event.removed, event.keys) for event in world.manager.take_events()]
     assert events == [("UPPER", False, [b"a"])]
     stats = world.manager.tier_stats()[0]
-    assert (stats.written_blocks, stats.dropped_blocks) == (1, 0)
-    assert not world.manager.controllers[0].backlog.missed
+    assert (stats.written_blocks, stats.dropped_blocks) == (1, 1)
+    # Blocks that the tier refused are not offered again.
+    assert list(world.manager.controllers[0].backlog.missed) == ([b"b"] if error else [])
+    assert world.tiers[0].pending == [job]
 
 
 def test_tier_with_failed_reset_is_unused():

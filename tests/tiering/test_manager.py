@@ -156,6 +156,14 @@ def test_two_requests_share_one_promotion(in_one_step):
     assert bench.manager.policy.get(b"a").ref_cnt == 1
 
 
+def test_lookup_without_request_holds_nothing():
+    bench = Bench().on_tier(b"a")
+    assert bench.manager.lookup([b"a"]) is None
+    bench.manager.on_schedule_end()
+    bench.step()
+    assert (bench.manager.lookup([b"a"]), bench.manager.stats().num_referenced) == (1, 0)
+
+
 def test_other_prompts_lookup_holds_its_prefix():
     bench, context = Bench(num_blocks=4).on_tier(b"c"), ReqContext()
     bench.store(b"a", b"b")
@@ -276,14 +284,15 @@ def test_breaker_tries_one_job_after_failures(caplog):
 @pytest.mark.parametrize("num_uses", [1, 3])
 def test_nth_use_writes_block(num_uses):
     bench = Bench(write_policy="write_through_selective", num_uses=num_uses)
-    first = ReqContext()
+    first, later = ReqContext(), ReqContext()
     bench.manager.prepare_store([b"a"], first)
     bench.manager.on_schedule_end()
     bench.manager.complete_store([b"a"])
     bench.manager.touch([b"a"], first)
     for number in range(1, 4):
         assert bench.jobs() == ([(False, [b"a"])] if number >= num_uses else [])
-        bench.manager.touch([b"a"], ReqContext())
+        bench.manager.touch([b"a"], later)
+        bench.manager.on_request_finished(later)
         bench.manager.on_schedule_end()
     assert bench.manager.tier_stats()[0].dropped_blocks == 0
 
@@ -357,10 +366,10 @@ def test_reset_is_empty_before_jobs_end():
     bench.ask(b"a")
     bench.store(b"b")
     assert bench.manager.prepare_store([b"d"]).keys_to_store == [b"d"]
-    bench.events()
     bench.manager.reset_cache()
+    assert bench.events() == []
     bench.manager.complete_store([b"d"])
-    assert bench.manager.lookup(b"b") is False
+    assert [bench.manager.lookup(b"b", context) for context in (None, ReqContext())] == [False, False]
     assert bench.manager.lookup(keys_of("ab"), ReqContext()) == 0
     assert bench.manager.prepare_store([b"c"]) is None
     with pytest.raises(KeyError):
@@ -460,6 +469,8 @@ def test_retention_hints_follow_managers_clock():
     assert store(b"next") == [b"plain"]
     now[0] += 20
     assert store(b"last", Retention(1, 10)) == [b"kept"]
+    manager.hint([b"last"], "end")
+    assert store(b"more") == [b"last"]
 
 
 def test_tiers_own_changes_are_events():
@@ -539,8 +550,9 @@ def test_awaited_block_during_reset_is_absent():
 
 @pytest.mark.parametrize(("seconds", "deadline_s"), [(0, 9.0), (3, 2.0), (6, 9.0)])
 def test_overdue_block_is_not_coming(seconds, deadline_s):
-    bench, context = Bench(deadline_s=deadline_s).on_tier(b"a"), ReqContext()
-    bench.ask(b"a", context=context)
+    bench, context = Bench(deadline_s=deadline_s).on_tier(*keys_of("ab")), ReqContext()
+    bench.ask(*keys_of("ab"), context=context)
+    assert bench.jobs() == [(True, [b"a"])]
     if not seconds:
         bench.manager.reset_cache()
     else:
@@ -549,3 +561,5 @@ def test_overdue_block_is_not_coming(seconds, deadline_s):
         assert bench.manager.policy.get(b"a") is not None
     assert bench.manager.lookup(b"a", context) is False
     assert not bench.manager.is_coming(b"a", context)
+    bench.step()
+    assert bench.jobs() == []
