@@ -219,7 +219,7 @@ class NodeLeases:
         if lease.held_keys and keys:
             held = set(lease.held_keys)
             keys = [key for key in keys if key not in held]
-        room = self._limit - engine.num_held - len(engine.writing)
+        room = self._limit - self._num_used(engine)
         if len(keys) > room:
             # Another request of the engine may hold a block already.
             is_new = engine.counts[self.manager.pool.locate(keys)] == 0
@@ -236,6 +236,17 @@ class NodeLeases:
         payload = struct.pack("<I", num_shared) + _slots_of(asked, keys, slots)
         return pack(protocol.HELD, state, request, payload)
 
+    def _num_used(self, engine: EngineLeases) -> int:
+        """Return how many slots count against an engine's limit.
+
+        Slots from before a reset do not: the engine returns them after its next copy, which needs slots, too.
+        """
+        withheld = [*self._hooks.withheld]
+        if not withheld:
+            return engine.num_held + len(engine.writing)
+        num_stale = int(np.count_nonzero(engine.counts[withheld]))
+        return engine.num_held - num_stale + sum(map(bool, engine.writing.values()))
+
     def _offer(self, engine: EngineLeases, frame: Frame) -> bytes:
         """Reserve slots for the absent blocks of a store, and for any later blocks: the flag counts their names."""
         offered, _ = unpack_keys(frame.payload, frame.key_bytes)
@@ -243,7 +254,7 @@ class NodeLeases:
         lease = engine.leases[frame.request]
         output = grants = None
         pool = self.manager.pool
-        if len(keys) + engine.num_held + len(engine.writing) <= self._limit:
+        if len(keys) + self._num_used(engine) <= self._limit:
             self._hooks.writer = engine.number
             try:
                 output = self.manager.prepare_store(keys, lease.context)

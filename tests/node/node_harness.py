@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 import uuid
 
 from kvcache import ReqContext
@@ -33,6 +34,16 @@ class Node:
         """End the owner as a kill does: its files stay."""
         self.owner.stop()
         self.thread.join(10)
+
+    def restart(self):
+        """End the owner, start another one, and bring every engine to it."""
+        self.stop()
+        self.start()
+        for manager in self.managers:
+            manager.owner_figures()  # without an answer
+            while not manager._link.is_ready:
+                time.sleep(0.001)
+                manager.on_schedule_end()
 
     def engine(self, name, options=None, patience_s=10.0, num_groups=1, num_workers=0, **identity):
         hello = greeting(name, {**self.identity, **identity}, options or self.options, num_workers=num_workers)

@@ -8,14 +8,16 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
+import pytest
 from node_harness import BLOCK_BYTES, prompt, turn
 
 from kvcache.node.ledger import Process
+from kvcache.node.protocol import start_ticks
 
 ENGINE = f"""
 import os, signal, sys
 from pathlib import Path
-from node_harness import key_of, prompt
+from node_harness import key_of, prompt, turn
 from kvcache.node import protocol
 from kvcache.node.batch import pack_keys
 from kvcache.node.client import NodeManager, greeting, register_worker
@@ -28,6 +30,7 @@ if worker == 0:
     signal.pause()
 os.read(ready, 1)
 manager = NodeManager(folder, greeting("other", identity, options, num_workers=1), starts_owner=False, patience_s=10)
+turn(manager, *prompt(4, 4))
 keys, context = prompt(2, 4)
 slots = (4).to_bytes(4, "little") + manager.prepare_store(keys, context).store_spec.block_ids.astype("<i4").tobytes()
 held = prompt(1, 8)
@@ -102,20 +105,36 @@ def test_dead_engine_keeps_slots_for_worker(node):
     node.check()
 
 
-def test_worker_alone_keeps_leases_of_engine(node):
+@pytest.mark.parametrize("owner_ends", [False, True])
+def test_worker_alone_keeps_leases_of_engine(node, owner_ends):
     node = node(64)
     engine = node.engine("a", patience_s=30)
     turn(engine, *prompt(1, 8))
     with other_engine(node) as (other, worker):
+        with pytest.raises(ValueError, match=f"engine 'other' still runs as process {other.pid}"):
+            node.engine("other")
         other.kill()
         other.wait()
         time.sleep(0.3)
         figures = engine.owner_figures()
         assert (figures["num_pending"], figures["num_referenced"], figures["ended_engines"]) == (4, 8, 0)
         assert other.pid not in node.owner.pool.ledger.processes["pid"]
+        if owner_ends:
+            node.stop()
         os.kill(worker, signal.SIGKILL)
-        while not engine.owner_figures()["ended_engines"]:
+        if owner_ends:
+            while start_ticks(worker) >= 0:
+                time.sleep(0.01)
+            node.start()
+        while not (engine._link.is_ready and node.owner.pool if owner_ends else node.owner.stats["ended_engines"]):
             time.sleep(0.01)
+            engine.owner_figures()
+            engine.on_schedule_end()
         figures = engine.owner_figures()
         assert (figures["num_pending"], figures["num_referenced"]) == (0, 0)
     assert engine.lookup(*prompt(2, 4)) == 0
+    # The next engine of this number did not write the blocks.
+    next_one = node.engine("next")
+    assert (next_one.number, next_one.lookup(*prompt(4, 4))) == (1, 4)
+    assert next_one.parts()[1].stats.shared_hit_blocks == 4
+    node.check()

@@ -2,6 +2,7 @@
 
 import random
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from node_harness import key_of, prompt, turn
 
 from kvcache import CPUOffloadingManager, ReqContext, Retention
+from kvcache.node import protocol
 from kvcache.node.batch import HeldBlocks, pack_keys
 from kvcache.tiering.manager import TieredOffloadingManager
 
@@ -72,6 +74,9 @@ def test_prompt_costs_one_round_trip(node):
     assert second.parts()[1].stats.round_trips == 2
     assert second.parts()[1].stats.shared_hit_blocks == 24
     assert (second.stats().loaded_blocks, second.stats().stored_blocks, second.stats().needed_blocks) == (24, 8, 32)
+    again = prompt(1, 24)
+    assert [second.lookup(*again) for _ in range(2)] == [24, 24]
+    assert second.parts()[1].stats.round_trips == 3
 
 
 def test_engine_holds_half_at_most(node):
@@ -120,6 +125,16 @@ def test_later_look_up_asks_again(node):
     assert [reader.status(key, other) for key in keys[1:]] == [2, 2, 2, 2, 2]
 
 
+def test_grown_prompt_finds_later_blocks(node):
+    engine, (keys, context) = node(64).engine("a"), prompt(1, 8)
+    positions = context.positions
+    turn(engine, keys[4:], ReqContext(), use_positions=False)
+    context.set_offload_key_positions(dict.fromkeys(keys[:4], 16))
+    assert engine.status(keys[1], context) == 0
+    context.set_offload_key_positions(positions)
+    assert [engine.status(key, context) for key in keys[4:]] == [2] * 4
+
+
 def test_several_groups_hold_all_ready_blocks(node):
     node = node(64)
     engine = node.engine("a", num_groups=2)
@@ -132,9 +147,13 @@ def test_several_groups_hold_all_ready_blocks(node):
     context.set_offload_key_positions({key: 16 * (i % 8 + 1) for i, key in enumerate(keys)})
     assert [engine.status(key, context) for key in keys] == [2 if key in stored else 0 for key in keys]
     assert engine.parts()[1].stats.round_trips == 2
-    engine.prepare_load([keys[5], keys[13]], context)
+    # The leases end with the last load, whatever the request stores meanwhile.
+    engine.prepare_load([keys[5]], context)
+    engine.prepare_load([keys[13]], context)
+    engine.complete_load([keys[5]], context)
+    assert engine.prepare_store([keys[6]], context).keys_to_store == [keys[6]]
     assert node.leases.engines[engine.number].num_held == 9
-    engine.complete_load([keys[5], keys[13]], context)
+    engine.complete_load([keys[13]], context)
     engine.owner_figures()
     assert node.leases.engines[engine.number].num_held == 0
 
@@ -191,6 +210,16 @@ def test_small_stores_share_messages(node, policy, num_messages):
     node.check()
 
 
+def test_refused_store_brings_no_slots(node, monkeypatch):
+    monkeypatch.setattr("kvcache.node.client._GRANT_SHARE", 8)
+    node = node(64)
+    first, second, engine = map(node.engine, "abc")
+    stores = [(first, 32), (second, 2), (engine, 18), (engine, 10), (engine, 4)]
+    outputs = [manager.prepare_store(*prompt(document, length)) for document, (manager, length) in enumerate(stores)]
+    assert [output is None for output in outputs] == [False] * 4 + [True]
+    assert (engine.owner_figures()["num_pending"], engine.stats().rejected_stores) == (62, 1)
+
+
 def test_slot_of_two_requests_counts_once(node):
     node = node(64)
     engine = node.engine("a")
@@ -198,25 +227,31 @@ def test_slot_of_two_requests_counts_once(node):
     held = [prompt(1, 20) for _ in range(2)]
     assert [engine.lookup(*item) for item in held] == [20, 20]
     assert node.leases.engines[engine.number].num_held == 20
-    for _, context in held:
-        engine.on_request_finished(context)
-    engine.owner_figures()
+    engine.on_request_finished(held[0][1])
+    engine.prepare_store([key_of(2, 0)], held[1][1])  # the request computes, so it loads no more
     assert node.leases.engines[engine.number].num_held == 0
 
 
-def test_request_finds_blocks_after_reset(node):
+@pytest.mark.parametrize("restarts", [False, True])
+def test_request_finds_blocks_after_reset(node, restarts):
     node = node(64)
-    engine, other = node.engine("a"), node.engine("b")
+    engine, other, third = map(node.engine, "abc")
     turn(engine, *prompt(1, 4))
-    keys, context = prompt(1, 4)
-    assert engine.lookup(keys, context) == 4
-    engine.prepare_load(keys, context)
-    other.reset_cache()
-    # The request's slots are withheld until it has given them back.
-    assert engine.owner_figures()["num_free"] == 60
-    engine.complete_load(keys, context)
-    turn(other, *prompt(1, 4))
-    assert engine.lookup(keys, context) == 4
+    loads = [(reader, *prompt(1, 4)) for reader in (engine, other)]
+    for reader, keys, context in loads:
+        assert reader.lookup(keys, context) == 4
+        reader.prepare_load(keys, context)
+    third.reset_cache()
+    if restarts:
+        node.restart()
+    # The slots are withheld until both requests have given them back.
+    for reader, keys, context in loads:
+        assert third.owner_figures()["num_free"] == 60
+        reader.complete_load(keys, context)
+        assert reader.owner_figures() is not None
+    assert third.owner_figures()["num_free"] == 64
+    turn(third, *prompt(1, 4))
+    assert engine.lookup(*loads[0][1:]) == 4
     node.check()
 
 
@@ -224,24 +259,46 @@ def test_running_load_hides_no_reset(node):
     node = node(64)
     engine, (keys, context) = node.engine("a"), prompt(1, 4)
     turn(engine, *prompt(1, 4))
+    waiting = prompt(1, 4)
+    assert engine.lookup(*waiting) == 4
     assert [engine.status(key, context) for key in keys] == [2] * 4
     engine.prepare_load(keys, context)
+    engine.prepare_store(*prompt(2, 28))  # all of the engine's share is in copies
     engine.reset_cache()
+    engine.complete_load(keys, context)
     assert [engine.status(key, context) for key in keys] == [0] * 4
+    assert engine.lookup(*waiting) == 0
+    # The end of the next copy returns the slots.
+    turn(engine, *prompt(3, 8))
+    assert engine.owner_figures()["num_free"] == 64 - 8
+    node.check()
 
 
-def test_uses_stay_ordered_over_owners(node, monkeypatch):
+def test_reset_without_owner_empties_next_one(node, monkeypatch):
     monkeypatch.setattr("kvcache.node.client._RETRY_S", 0)
+    node = node(64)
+    engine, missed = node.engine("a"), prompt(1, 4)
+    turn(engine, *prompt(1, 4))
+    engine.owner_figures()
+    node.stop()
+    engine.reset_cache()
+    assert engine.lookup(*missed) == 0
+    node.start()
+    wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
+    assert engine.lookup(*prompt(1, 4)) == 0
+    turn(engine, *prompt(1, 4))
+    # The request that missed without the owner asks again.
+    assert engine.lookup(*missed) == 4
+
+
+def test_uses_stay_ordered_over_owners(node):
     node = node(16)
     engine = node.engine("a")
     for documents in ((1, 2), (1,), (3, 4, 5)):
         for document in documents:
             turn(engine, *prompt(document, 4))
         engine.owner_figures()
-        node.stop()
-        node.start()
-        engine.status(key_of(99, 0), ReqContext())
-        wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
+        node.restart()
     assert [engine.lookup(*prompt(document, 4)) for document in (1, 2)] == [4, 0]
 
 
@@ -257,6 +314,18 @@ def test_greeting_names_own_slots_only(node, monkeypatch):
     wait_for(lambda: second.on_schedule_end() or node.owner.stats["dropped_clients"])
     assert not second._link.is_ready
     node.check()
+
+
+def test_messages_of_old_connection_are_dropped(node):
+    node = node(64)
+    engine, held = node.engine("a"), prompt(1, 4)
+    turn(engine, *prompt(1, 4))
+    assert engine.lookup(*held) == 4
+    old, engine._link._sock, engine._link.is_ready = engine._link._sock, None, False
+    wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
+    with old, suppress(OSError):
+        old.sendall(protocol.pack(protocol.RELEASE, 0, engine._views[held[1]].number))
+    assert [engine.owner_figures()["num_referenced"] for _ in range(2)] == [4, 4]
 
 
 def test_store_whose_end_is_lost_ends(node):
@@ -285,17 +354,17 @@ def test_random_clients_match_model(node, seed, monkeypatch):
     for step in range(400):
         engine = dice.choice(engines)
         action = dice.random()
+        if action < 0.6:
+            # A new request, or one that goes on, perhaps beside its running copies.
+            requests.append((engine, *prompt(dice.randint(0, 6), dice.randint(1, 10))))
+            keys, context = dice.choice([one[1:] for one in requests[-1:] + requests[-9:] if one[0] is engine])
         if action < 0.3:
-            keys, context = prompt(dice.randint(0, 6), dice.randint(1, 10))
             hits = engine.lookup(keys, context) or 0
-            requests.append((engine, context))
             if hits:
                 slots = engine.prepare_load(keys[:hits], context).block_ids.tolist()
                 loads.append((engine, keys[:hits], slots, context))
         elif action < 0.6:
-            keys, context = prompt(dice.randint(0, 6), dice.randint(1, 10))
             output = engine.prepare_store(keys, context)
-            requests.append((engine, context))
             if output is not None:
                 slots = output.store_spec.block_ids.tolist()
                 in_use = [slot for *_, others, _ in loads + stores for slot in others]
@@ -310,7 +379,7 @@ def test_random_clients_match_model(node, seed, monkeypatch):
             memory[slots] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 20)
             owner.complete_store(keys, context, dice.random() < 0.9)
         elif action < 0.96 and requests:
-            owner, context = requests.pop(dice.randrange(len(requests)))
+            owner, _, context = requests.pop(dice.randrange(len(requests)))
             owner.on_request_finished(context, use_positions=True)
         elif action < 0.97:
             # The worker first ends the copies of before.
@@ -320,11 +389,7 @@ def test_random_clients_match_model(node, seed, monkeypatch):
             engine.reset_cache()
             loads, stores = ([job for job in jobs if job[0] is not engine] for jobs in (loads, stores))
         elif action < 0.98:
-            node.stop()
-            node.start()
-            for engine in engines:
-                engine.status(key_of(99, 0), ReqContext())
-                wait_for(lambda engine=engine: engine.on_schedule_end() or engine._link.is_ready)
+            node.restart()
         if dice.random() < 0.5:
             engine.on_schedule_end()
         if step % 20 == 0:
@@ -336,11 +401,17 @@ def test_random_clients_match_model(node, seed, monkeypatch):
         owner.complete_load(keys, context)
     for owner, keys, _, context in stores:
         owner.complete_store(keys, context, False)
-    for owner, context in requests:
+    for owner, _, context in requests:
         owner.on_request_finished(context, use_positions=True)
+    for engine in engines:
+        turn(engine, *prompt(7, 1))  # its end returns the slots of copies from before a reset
     *_, figures = [engine.owner_figures() for engine in engines]
-    num_granted = sum(len(engine._grants.slots) for engine in engines)
-    assert (figures["num_referenced"], figures["num_pending"]) == (0, num_granted)
+    assert [engine._views for engine in engines] == [{}] * 3
+    granted = [slot for engine in engines for slot in engine._grants.slots]
+    withheld = node.leases._hooks.withheld
+    assert withheld.keys() <= {*granted}
+    assert (figures["num_referenced"], figures["num_pending"] + len(withheld)) == (0, len(granted))
+    node.check()
     assert node.owner.stats["dropped_clients"] == 0
 
 

@@ -272,7 +272,8 @@ def test_forked_client_does_not_ask(node):
     turn(engine, *prompt(1, 8))
     child = os.fork()
     if child == 0:
-        os._exit(engine.lookup(*prompt(1, 8)) or int(engine.owner_figures() is not None))
+        engine.on_schedule_end()
+        os._exit(engine.lookup(*prompt(1, 8)) or int(engine._link.is_open or engine.owner_figures() is not None))
     assert os.waitpid(child, 0)[1] == 0
     assert engine.lookup(*prompt(1, 8)) == 8
 
@@ -309,6 +310,7 @@ def test_new_owner_keeps_whole_pool_only(node, damage):
     for document in (1, 2, 1):
         turn(engine, *prompt(document, 20))
     engine.owner_figures()
+    node.owner.pool.manager.pool.reserve([key_of(8, 0)], is_move=True)  # a promotion, which the kill ends
     node.stop()
     ledger = node.folder / "ledger"
     if damage == "truncated":
@@ -331,10 +333,13 @@ def test_new_owner_keeps_whole_pool_only(node, damage):
         # The blocks in the first slots were used last.
         hits = [turn(engine, *prompt(*item)) for item in ((3, 30), (1, 20), (2, 20))]
         assert hits == [0, 20, 14]
-        engine.owner_figures()
+        assert engine.owner_figures()["num_pending"] == 0
         node.check()
     else:
         assert "the pool was made anew" in engine.refusal
+        engine._link.retry_s = 0.0
+        engine.on_schedule_end()
+        assert not engine._link.is_open
         assert engine.lookup(*prompt(1, 20)) == 0
         assert node.engine("b").lookup(*prompt(1, 20)) == 0
 
