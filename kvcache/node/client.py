@@ -615,7 +615,7 @@ class NodeManager(LastLookUp, OffloadingManager):
 
     def _ask(self, op: int, flag: int, number: int, payload: bytes = b"", key_bytes: int = 0) -> Frame | None:
         """Return the owner's answer, or None if it does not answer."""
-        if not self._link.is_ready or (self._due_reset and op != protocol.RESET):
+        if not self._link.is_ready:
             return None
         self._unsent.append(pack(op, flag, number, payload, key_bytes))
         self._counts["round_trips"] += 1

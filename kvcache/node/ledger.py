@@ -146,11 +146,10 @@ class Ledger:
         rows["pid"][is_same] = 0
 
     def drop_engine(self, engine: int) -> None:
-        """Forget an engine and its processes; its blocks stay."""
+        """Forget an engine that holds no slot, and its processes; its blocks stay."""
         rows = self.processes["engine"] == engine
         self.processes["pid"][rows] = 0
         self.names[engine] = b"\0" * 32
-        self.unread(slice(None), engine)
         self.writer[self.writer == engine] = OWNER
 
     def drop_dead(self, living: Collection[int]) -> None:
