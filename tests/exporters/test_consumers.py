@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import zmq
 from consumers import READERS, TAKEN, Reader
-from kv_harness import ANY_PORT, media_of
+from kv_harness import ANY_PORT, media_of, stalled
 
 from kvcache import CPUOffloadingManager, MemoryTier, Prompt, ReqContext, TieredOffloadingManager
 from kvcache.events import OffloadingEvent
 from kvcache.exporters.kv_events import END_OF_REPLAY, KVEventPublisher
+from kvcache.exporters.kv_events.encoder import EventEncoder
 
 BLOCK_SIZE = 4
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "routers.md"
@@ -202,7 +203,10 @@ def test_chain_with_tokens_is_one_event() -> None:
     prompt = prompt_of(1, 3)
     prompt.extra_keys = [None, ("salt",), None]
     with wire_of() as wire:
-        wire.publisher.describe(prompt.keys, prompt)
+        with stalled(wire.publisher):
+            wire.publisher.publish([event_of([])])
+            wire.publisher.describe(keys := [*prompt.keys], prompt)
+            keys.clear()
         wire.publisher.publish([event_of([*prompt.keys[1:], key_of(9, 9), prompt.keys[0]])])
         assert wire.publisher.flush(60)
         [(topic, payload)] = wire.replay()
@@ -215,6 +219,26 @@ def test_chain_with_tokens_is_one_event() -> None:
         (hashes[:1], None, [0, 1, 2, 3]),
     ]
     assert events[0]["extra_keys"] == [["salt"], None]
+
+
+def test_idle_descriptions_are_dropped_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of blocks that a medium holds stay, and end once all media have removed them."""
+    monkeypatch.setattr("kvcache.exporters.kv_events.encoder.MAX_IDLE", 2)
+    encoder, prompt = EventEncoder(BLOCK_SIZE, "bytes", ()), prompt_of(1, 6)
+    keys, given = prompt.keys, [*prompt.keys[2:5]]
+
+    def described(*events: OffloadingEvent) -> list[bool]:
+        return [bool(getattr(made, "token_ids", ())) for event in events for made, _ in encoder.events(event)]
+
+    encoder.describe([*keys[:2]], prompt)
+    assert described(event_of([*keys[:2]])) == [True]
+    encoder.describe(given[:2], prompt)
+    encoder.describe([given[0]], prompt)
+    encoder.describe([given[2]], prompt)
+    assert described(event_of([*keys[:2]], "DISK"), *(event_of([key]) for key in given)) == [True, True, False, True]
+    described(event_of([*keys], removed=True), event_of([*keys[:2]], "DISK", removed=True))
+    encoder.describe([*keys[4:]], prompt)
+    assert [key for key in keys if described(event_of([key])) == [True]] == [*keys[4:]]
 
 
 @pytest.mark.parametrize(

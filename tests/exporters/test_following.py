@@ -161,7 +161,7 @@ def test_follow_after_failed_watch_works(manager, publisher):
     assert held(publisher) == set(KEYS[2:4])
 
 
-@pytest.mark.parametrize("ends", ["closed", "dropped"])
+@pytest.mark.parametrize("ends", ["closed", "dropped", "failed"])
 def test_ended_publisher_leaves_events_to_others(manager, ends):
     publisher = open_publisher()
     publisher.follow(manager)
@@ -172,9 +172,16 @@ def test_ended_publisher_leaves_events_to_others(manager, ends):
         publisher.close()
         with pytest.raises(ValueError, match="closed"):
             publisher.follow(manager)
+    elif ends == "failed":
+        publisher._pub = None
+        manager.reset_cache()
+        until(lambda: not thread.is_alive)
+        publisher.publish([OffloadingEvent([KEYS[9]], 16, "CPU", False)])
+        assert publisher.stats()["dropped_events"] == 1
     publisher = None
     gc.collect()
     until(lambda: not thread.is_alive)
+    assert type(manager) is CPUOffloadingManager  # nothing is wrapped any more
     store(manager, KEYS[3:5])
     assert [event.keys for event in manager.take_events()] == [KEYS[3:5]]
     store(manager, KEYS[5:7])

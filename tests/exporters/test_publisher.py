@@ -34,7 +34,7 @@ from kv_harness import (
     until,
 )
 
-from kvcache import CPUOffloadingManager, OffloadingEvent
+from kvcache import CPUOffloadingManager, OffloadingEvent, Prompt
 from kvcache.core.event_log import EventLog
 from kvcache.exporters.kv_events import (
     AllBlocksCleared,
@@ -197,15 +197,22 @@ def test_taken_event_leaves_out_bad_key(publisher):
     assert media_of(publisher) == {"CPU": {split(b"first"), split(b"second")}}
 
 
-@pytest.mark.parametrize(("steps", "held"), [("ab/c/", "abc"), ("a/!b/", "b"), ("a/b!/", ""), ("A!/", "")])
+@pytest.mark.parametrize(
+    ("steps", "held"), [("ab/c/", "abc"), ("a/!b/", "b"), ("a/b!/", ""), ("A!/", ""), ("a/!?Ab/", "Ab")]
+)
 def test_taken_events_behind_reset_clear_view(publisher, steps, held):
-    """Steps: a letter is added to a log, "!" resets it, "/" publishes it; a capital is an event without a number."""
+    """Steps: a letter is added to a log, "!" resets it, "/" publishes it.
+
+    "?" publishes a clearing, and a capital an event without a number.
+    """
     log = EventLog(16)
     for step in steps:
         if step == "/":
             publisher.publish(log.take())
         elif step == "!":
             log.clear()
+        elif step == "?":
+            publisher.publish_cleared()
         elif step.isupper():
             publisher.publish([OffloadingEvent([step.encode()], 16, "CPU", False)])
         else:
@@ -424,6 +431,41 @@ def test_too_long_request_closes_the_connection(publisher, is_request):
     assert publisher.stats()["rejected_requests"] == 0
 
 
+class Clients:
+    """A ROUTER socket with the requests of three clients; those that are silent read nothing."""
+
+    def __init__(self):
+        self.requests, self.sent = [[name, b"", bytes(8)] for name in (b"silent", b"long", b"late")], []
+
+    def poll(self, timeout_ms):
+        return len(self.requests)
+
+    def recv_multipart(self):
+        return self.requests.pop(0)
+
+    def send_multipart(self, frames):
+        if frames[0] == b"silent":
+            raise zmq.ZMQError(zmq.EAGAIN)
+        self.sent.append(frames[0])
+
+
+def test_clients_get_replies_in_turns(monkeypatch):
+    monkeypatch.setattr(replies_module, "_STANDSTILL_S", 1)
+    buffer = replies_module.ReplayBuffer(b"", 1000)
+    for _ in range(600):
+        buffer.add(b"")
+    with zmq.Context() as context:
+        replies = replies_module.Replies(context)
+        replies.socket.close()
+        clients = replies.socket = Clients()
+        for num_sent in (256, 512, 601, 601):
+            assert replies.answer(buffer.messages)
+            assert [clients.sent.count(name) for name in (b"long", b"late")] == [num_sent] * 2
+        assert replies.num_rejected == 0
+        until(lambda: not replies.answer(buffer.messages))
+        assert replies.num_rejected == 1
+
+
 def test_replay_buffer_is_bounded_in_bytes(publisher, monkeypatch):
     monkeypatch.setattr(replies_module, "_MAX_KEPT_BYTES", 43 << 12)
     for number in range(40):
@@ -433,14 +475,16 @@ def test_replay_buffer_is_bounded_in_bytes(publisher, monkeypatch):
     assert numbers_of(publisher, 0) == [*range(30, 40), -1]
 
 
-def test_events_published_after_close_are_dropped(publisher):
+def test_events_published_after_close_are_dropped():
+    publisher = open_publisher(block_size=16)
     publisher.publish([stored(1)])
     publisher.close()
     publisher.close()
+    publisher.describe([key(1)], Prompt(range(16), [key(1)]))
     for number in range(1000):
         publisher.publish([stored(number)])
     publisher.publish_cleared()
-    assert publisher.stats()["queued_events"] == 0
+    assert list(publisher._queue.take()) == [None]  # of the gap
     assert publisher.stats()["dropped_events"] == 1000
     assert publisher.stats()["sent_batches"] == 1
     assert not publisher.flush(0)
