@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from kvcache import ReqContext
-from kvcache.assembly.assemble import OffloadSettings, open_manager
-from kvcache.control.telemetry import Exporter
+from kvcache.assembly.assemble import OffloadSettings, open_manager, trace_worker
+from kvcache.control.telemetry import Exporter, JobTracer
+from kvcache.events import JobLog
 from kvcache.options import Options, option, parse_text
+from kvcache.policies.base import CachePolicy
 from kvcache.testing.tiers import ManualTier
+from kvcache.transfer.worker import OffloadingWorker
 
 
 class Shared:
@@ -25,7 +28,8 @@ class Shared:
         self.is_closed = False
 
     def close(self) -> None:
-        self.is_closed = True
+        # The threads of a tier use the blocks until its shutdown.
+        self.is_closed = all(tier.num_shutdowns for tier in NotedTier.opened)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,11 @@ class SilentTier(NotedTier):
 
     def lookup(self, keys: list[bytes]) -> int | None:
         return None
+
+
+class FailingPolicy(CachePolicy):
+    def __new__(cls, *arguments: Any) -> Any:
+        raise ValueError("no memory for the table")
 
 
 class FailingTier(NotedTier):
@@ -95,7 +104,14 @@ def test_lookup_deadline_is_kept() -> None:
     assert answers == [None, None, 0]
 
 
-@pytest.mark.parametrize(("options", "fault"), [({}, "the store is gone"), ({"record": "/proc/nowhere/x"}, "record")])
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({}, "the store is gone"),
+        ({"record": "/proc/nowhere/x"}, "record"),
+        ({"cache_policy": FailingPolicy}, "no memory for the table"),
+    ],
+)
 def test_failed_start_shuts_tiers_down(options: dict[str, Any], fault: str, opened: list[NotedTier]) -> None:
     shared = Shared()
     tiers: list[dict[str, Any]] = [{"type": NotedTier}, {"type": NotedTier}, {"type": FailingTier}]
@@ -117,6 +133,23 @@ def test_engine_runs_without_failing_exporter(error: type[Exception], caplog: py
     assert (manager.telemetry.exporters, manager.lookup([b"key"], ReqContext())) == ([], 0)
     assert "FailingExporter is not available: no port" in caplog.text
     manager.shutdown()
+
+
+def test_worker_closes_its_tracers() -> None:
+    class Tracer(JobTracer):
+        address, job_log, num_closed = "", JobLog(), 0
+
+        def __init__(self, telemetry: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            Tracer.num_closed += 1
+
+    worker = OffloadingWorker()
+    trace_worker(OffloadSettings.parse({"num_cpu_blocks": 8, "exporters": ["status", Tracer]}), worker)
+    assert worker.job_log is Tracer.job_log
+    worker.shutdown()
+    assert Tracer.num_closed == 1
 
 
 def test_path_of_tier_names_rank(opened: list[NotedTier]) -> None:
