@@ -187,7 +187,7 @@ class SlotCatalog(Catalog):
         placed, slots = output.keys_to_store, self._slots(_block_ids(output.store_spec))
         if self._bad:
             self._bad.difference_update(output.evicted_keys)
-            again = [key for key in dict.fromkeys(keys) if key in self._bad and self._is_unused(key)]
+            again = [key for key in keys if key in self._bad and self._is_unused(key)]
             placed, slots = placed + again, slots + self._pin(again)
             self._deleted.difference_update(again)
         first_seq = self.last_seq + 1
