@@ -161,6 +161,7 @@ def test_tier_uses_are_sent_in_steps():
     tier.touch = lambda keys, req_context=None: told.append(keys)
     tier.on_request_finished = told.append
     context = ReqContext()
+    manager.prepare_load(keys[:1])
     manager.touch(keys, context)
     manager.on_request_finished(context)
     assert told == []
@@ -170,5 +171,5 @@ def test_tier_uses_are_sent_in_steps():
         manager.on_schedule_end()
         steps += 1
         assert len(told) - before <= 2
-    assert told == [keys[MAX_STEP_BLOCKS + 10 :], keys[10 : MAX_STEP_BLOCKS + 10], keys[:10], context]
+    assert told == [keys[:1], keys[MAX_STEP_BLOCKS + 10 :], keys[10 : MAX_STEP_BLOCKS + 10], keys[:10], context]
     assert steps == 3

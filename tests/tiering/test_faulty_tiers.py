@@ -251,13 +251,15 @@ def test_refused_stores_keep_no_reference():
 @pytest.mark.parametrize("num_done", [0, 1])
 def test_failed_load_frees_its_blocks(num_done):
     world = World()
-    world.tiers[0].submit_store(-1, [b"a", b"b"], [0, 0])
+    for tier in world.tiers:
+        tier.submit_store(-1, [b"a", b"b"], [0, 0])
     world.end_jobs()
     world.step()
     context = ReqContext()
     world.manager.lookup([b"a", b"b"], context)
     world.step()
-    (job,) = world.tiers[0].pending
+    # The first tier that holds the blocks loads them.
+    (job,) = world.tiers[0].pending + world.tiers[1].pending
     world.tiers[0].get_finished = lambda: [TierResult(job.job_id, job.keys[:num_done], job.keys[num_done:])]
     world.manager.on_schedule_end()
     assert world.manager.lookup([b"a", b"b"], context) == num_done

@@ -146,6 +146,8 @@ def test_two_requests_share_one_promotion(in_one_step):
     first, second = ReqContext("1"), ReqContext("2")
     assert (bench.manager.lookup(b"a", first) if in_one_step else bench.ask(b"a", context=first)) is None
     assert bench.manager.lookup(b"a", second) is None
+    # No request waits for blocks behind an absent one.
+    assert bench.manager.lookup(keys_of("xa"), ReqContext()) == 0
     bench.manager.on_schedule_end()
     bench.step()
     assert bench.jobs() == []
@@ -213,7 +215,7 @@ def test_failed_load_teaches_no_rate(monkeypatch, error):
 
 
 def test_lost_promotion_is_miss_after_deadline():
-    bench = Bench(deadline_s=2.0).on_tier(b"a")
+    bench = Bench(deadline_s=2.0, arbiter=True).on_tier(b"a")
     context = ReqContext()
     bench.ask(b"a", context=context)
     bench.clock.now_s += 1.9
@@ -226,7 +228,8 @@ def test_lost_promotion_is_miss_after_deadline():
     assert bench.manager.stats().num_pending == 1
     stats = bench.manager.tier_stats()[0]
     assert (stats.overdue_jobs, stats.stuck_blocks, stats.reads, stats.writes) == (1, 1, "open", "closed")
-    # Nothing keeps the engine awake for a job that hangs.
+    # Nothing keeps the engine awake for a job that hangs, and no load waits behind it.
+    assert bench.manager.controllers[0].link.is_idle
     assert not bench.manager.has_pending_work()
     bench.manager.on_request_finished(context)
     waits = bench.manager.parts()[-2].stats.wait_seconds
@@ -239,12 +242,15 @@ def test_lost_promotion_is_miss_after_deadline():
 
 def test_half_open_tier_gets_one_load(monkeypatch):
     monkeypatch.setattr(promotion, "MAX_JOB_BLOCKS", 1)
-    bench = Bench(num_blocks=8, max_failures=1, pause_s=1.0).on_tier(*keys_of("ab"))
+    bench, other = Bench(num_blocks=8, max_failures=1, pause_s=1.0).on_tier(*keys_of("abc")), ReqContext()
     bench.ask(*keys_of("ab"))
     bench.step(error="broken")
     bench.clock.now_s += 1
-    bench.ask(*keys_of("ab"))
+    assert [bench.manager.lookup(keys_of("ab"), ReqContext()), bench.ask(b"c", context=other)] == [None, None]
     assert (bench.jobs(), bench.manager.stats().num_pending) == ([(True, [b"a"])], 1)
+    bench.step()
+    # A request tries a key once.
+    assert bench.ask(b"c", context=other) == 0
 
 
 def test_slow_tier_counts_dropped_stores():
