@@ -67,4 +67,9 @@ def opened():
 
 @pytest.fixture
 def bench(tmp_path, opened):
-    return DiskBench(tmp_path / "tier", opened)
+    descriptors = Path("/proc/self/fd")
+    before = len([*descriptors.iterdir()])
+    yield DiskBench(tmp_path / "tier", opened)
+    for tier in opened:
+        tier.shutdown()
+    assert len([*descriptors.iterdir()]) == before, "a file is left open"

@@ -1,11 +1,13 @@
 """The disk tier by itself: stores, restarts and refusals."""
 
+import errno
 import json
 import os
 import random
 import shutil
 from contextlib import suppress
 from functools import reduce
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from kvcache.request import ReqContext
 from kvcache.tiers.disk.directory import clear_directory, directory_bytes
 from kvcache.tiers.disk.header import Header, TierDirectoryError, capacity_for, num_slots_within
 from kvcache.tiers.disk.maintenance import compact_tier, inspect_tier, verify_tier
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 BLOCK_BYTES = 4096
 NUM_HOST = 64
@@ -76,6 +78,21 @@ def test_uses_stay_ordered_over_restarts(bench):
     assert [store(tier, bench.keys(number)).removed for number in (4, 5)] == [bench.keys(1), bench.keys(2)]
 
 
+def test_slot_forgets_its_older_block(bench):
+    tier = bench.open(num_blocks=4)
+    store(tier, bench.keys(0, 1, 2, 3))
+    for _ in range(9):
+        tier.touch(bench.keys(0))
+        load(tier, bench.keys(0))
+    tier.reset()
+    wait_for_reset(tier)
+    tier.shutdown()
+    # The clock starts again.
+    bench.leave(4, 5, 6, 7, num_blocks=4)
+    assert inspect_tier(bench.path).uses == 0
+    assert store(bench.open(num_blocks=4), bench.keys(8, 9)).removed == bench.keys(4, 5)
+
+
 def test_all_slots_keep_their_recency(bench):
     """The file of recency is written in pages of 256 slots."""
     options = {"num_blocks": 600, "block_bytes": 512, "page_cache": True}
@@ -97,16 +114,22 @@ def test_all_slots_keep_their_recency(bench):
     assert tier.load_now(keys[255:257], [[row.data] for row in tier.host_rows[:2]]) == keys[256:257]
 
 
-def test_restart_after_slots_were_reused(bench):
-    tier = bench.open(num_blocks=4)
+def test_restart_after_slots_were_reused(bench, tmp_path):
+    tier = bench.open(num_blocks=4, flush_interval_s=1000)
     for first in range(0, 40, 3):
         store(tier, bench.keys(first, first + 1, first + 2))
     held = [key for key in bench.keys(*range(42)) if tier.lookup([key])]
     assert len(held) == 4
+    # As after a kill: recency is not written yet.
+    shutil.copytree(bench.path, tmp_path / "left")
+    assert store(bench.open(num_blocks=4, path=tmp_path / "left"), bench.keys(90, 91)).removed == held[:2]
     tier.shutdown()
     tier = bench.open(num_blocks=4)
     assert [key for key in bench.keys(*range(42)) if tier.lookup([key])] == held
     assert sorted(load(tier, held).done) == sorted(held)
+    assert sorted(tier.delete(held[:2], timeout_s=60)) == sorted(held[:2])
+    tier.shutdown()
+    assert bench.open(num_blocks=4).stats().num_held == 2
 
 
 def test_key_in_two_slots_prefers_later(bench):
@@ -209,22 +232,29 @@ def test_growing_and_shrinking_keep_what_fits(bench, tmp_path):
 
 @pytest.mark.parametrize("capacity", [None, capacity_for(5, BLOCK_BYTES)])
 @pytest.mark.parametrize("seed", range(3))
-def test_packed_tier_keeps_recent_blocks(bench, seed, capacity):
-    dice, order = random.Random(seed), []
+def test_packed_tier_keeps_recent_blocks(bench, seed, capacity, monkeypatch):
+    dice, order, uses = random.Random(seed), [], {}
     tier = bench.open(num_blocks=12)
     for key in bench.keys(*(dice.randrange(16) for _ in range(60))):
         if dice.random() < 0.3:
             tier.delete([key], timeout_s=60)
         elif key in order:
             tier.touch([key])
+            load(tier, [key])
+            uses[key] += 1
         else:
+            uses[key] = 0
             removed = store(tier, [key]).removed
             order = [held for held in order if held not in removed]
         order = [held for held in order if held != key] + [key] * tier.lookup([key])
     tier.shutdown()
     num_slots = 5 if capacity else 12
     kept = order[-num_slots:]
-    compact_tier(bench.path, capacity)
+    with monkeypatch.context() as patch, suppress(TierDirectoryError):
+        patch.setattr(os, "pwritev", lambda *_: 0)
+        compact_tier(bench.path, capacity)
+    assert all(map(bench.open(num_blocks=12, read_only=True).lookup, ([key] for key in kept)))
+    assert compact_tier(bench.path, capacity).uses == sum(uses[key] for key in kept)
     assert verify_tier(bench.path) == (len(kept), 0)
     tier = bench.open(num_blocks=num_slots)
     assert sorted(load(tier, kept).done) == sorted(kept)
@@ -239,8 +269,12 @@ def test_second_writer_is_refused_not_reader(bench):
         bench.open()
     with pytest.raises(TierDirectoryError, match=f"is in use by process {os.getpid()} on "):
         clear_directory(bench.path)
+    assert "is in use by process" in DiskTier.unavailable_reason(DiskOptions(path=str(bench.path), capacity=1 << 20))
     reader = bench.open(read_only=True)
     assert load(reader, bench.keys(1, 2)).failed == []
+    reader.maintain()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        reader.erase([0])
     assert (reader.submit_store(9, bench.keys(5), [0]), reader.delete(bench.keys(1))) == (False, [])
     reader.reset()
     wait_for_reset(reader)
@@ -275,6 +309,10 @@ def test_disk_too_small_fails_at_start(bench, tmp_path, monkeypatch):
     bench.open(num_blocks=16).shutdown()
     monkeypatch.setattr(os, "statvfs", lambda path: AlmostFull)
     assert load(bench.open(num_blocks=16), bench.keys(1)).done == bench.keys(1)
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **options: SimpleNamespace(fallocate=lambda *_: -1))
+    monkeypatch.setattr("ctypes.get_errno", lambda: errno.ENOSPC)
+    with pytest.raises(TierDirectoryError, match="has no room for"):
+        bench.open(path=tmp_path / "full", num_blocks=1)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -344,6 +382,8 @@ def test_overlong_file_is_refused(bench, tmp_path, name):
 def test_interrupted_resize_is_finished(bench, tmp_path):
     bench.leave(*range(8), num_blocks=8)
     bench.edit_header(num_slots=4, resizing=True)
+    (bench.path / "kvcache.json.new").touch(0o600)
+    assert DiskTier.unavailable_reason(DiskOptions(path=str(bench.path), capacity=1 << 20)) == ""
     tier = bench.open(num_blocks=4)
     assert tier.lookup(bench.keys(0, 1, 2, 3)) == 4
     header = tmp_path / "tier" / "kvcache.json"

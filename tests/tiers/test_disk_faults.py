@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -37,25 +37,45 @@ def raiser(error):
     return fail
 
 
-def test_reset_is_reported_once_synced(bench, monkeypatch):
-    tier = bench.open()
-    store(tier, bench.keys(0, 1))
+def test_power_cut_leaves_whole_directory(bench, monkeypatch):
+    """Each change of a directory is durable before the next one that relies on it."""
     calls = []
-    replace, fsync = os.replace, os.fsync
-    monkeypatch.setattr(os, "replace", lambda *args, **kw: (calls.append("replace"), replace(*args, **kw)))
 
-    def recorded_fsync(fd):
-        calls.append("directory" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file")
-        fsync(fd)
+    def record(name, call, *args, **options):
+        calls.append("fsync folder" if name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode) else name)
+        return call(*args, **options)
 
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    for name in ("pwrite", "ftruncate", "fsync", "fdatasync", "replace", "unlink"):
+        monkeypatch.setattr(os, name, partial(record, name, getattr(os, name)))
+    monkeypatch.setattr(tier_module, "_MARK_S", 60)
+    header, lock = ["unlink", "pwrite", "fsync", "replace", "fsync folder"], ["pwrite"]
+    lengths = ["ftruncate", "fsync"] * 3
+    tier = bench.open(preallocate=False, flush_interval_s=1000)
+    assert calls == ["fsync folder", *lock, *header, *["ftruncate", "ftruncate", "fsync"] * 3, *header]
+    store(tier, bench.keys(0, 1))
+    calls.clear()
+    tier.flush()
+    assert sorted(calls) == ["fdatasync", "fdatasync", "pwrite"]
+    calls.clear()
     tier.reset()
     wait_for_reset(tier)
-    assert calls == ["file", "replace", "directory"]
+    assert calls == [*lock, *header], "the mark is first, and the reset is reported once synced"
+    tier.shutdown()
+    calls.clear()
+    bench.open(num_blocks=8, preallocate=False).shutdown()
+    assert calls[:-2] == [*lock, *header, *lengths, *header]
+    calls.clear()
+    compact_tier(bench.path)
+    assert calls == [*lock, "fdatasync", "fdatasync", *header, "ftruncate", *header, *lengths, *header]
+    calls.clear()
+    clear_directory(bench.path)
+    assert calls == [*lock, "fsync", *["unlink"] * 5], "without a header, the lock shows whose the files are"
 
 
 def test_kill_after_reset_restores_nothing(bench, monkeypatch, tmp_path):
     tier = bench.open()
+    tier.reset()
+    wait_for_reset(tier)
     store(tier, bench.keys(0, 1))
     released = threading.Event()
     write_header = TierDirectory.write_header
@@ -74,23 +94,30 @@ def test_kill_after_reset_restores_nothing(bench, monkeypatch, tmp_path):
     assert bench.open(read_only=True).stats().num_held == 0
     released.set()
     wait_for_reset(tier)
-    assert bench.open(path=tmp_path / "left").stats().num_held == 0
-    store(tier, bench.keys(2))
     tier.shutdown()
-    assert load(bench.open(), bench.keys(2)).done == bench.keys(2)
+    for path in (bench.path, tmp_path / "left"):
+        tier = bench.open(path=path)
+        assert tier.stats().num_held == 0
+        store(tier, bench.keys(2))
+        tier.shutdown()
+        assert load(bench.open(path=path), bench.keys(2)).done == bench.keys(2)
 
 
 def test_hung_mark_keeps_files_open(bench, monkeypatch):
     monkeypatch.setattr(tier_module, "_CLOSE_S", 0.01)
-    released = threading.Event()
-    monkeypatch.setattr(TierDirectory, "mark_void", lambda *_: released.wait())
+    released, start = threading.Event(), tier_module.Background
+    monkeypatch.setattr(tier_module, "Background", lambda name, run: start(name, lambda s: (released.wait(), run(s))))
     tier = bench.open()
     tier.reset()
     wait_for_reset(tier)
+    store(tier, bench.keys(0))
     tier.shutdown()
     assert os.path.samestat(os.fstat(tier._store.fd), (bench.path / "data").stat())
     released.set()
+    assert all(mark.stop(60) for mark in tier._marks)
     tier._store.close()
+    # Even late, it is the mark of the blocks before the reset.
+    assert load(bench.open(), bench.keys(0)).done == bench.keys(0)
 
 
 def test_reset_at_largest_epoch_continues(bench):
@@ -257,12 +284,24 @@ def test_foreign_directory_is_left_unchanged(bench, name):
 
 @pytest.mark.parametrize("is_reopened", [False, True])
 @pytest.mark.parametrize("stage", ["void", "payload"])
-def test_kill_inside_store_leaves_misses(bench, monkeypatch, tmp_path, stage, is_reopened):
+@pytest.mark.parametrize("failed_before", ["nothing", "void", "records"])
+def test_kill_inside_store_leaves_misses(bench, monkeypatch, tmp_path, stage, is_reopened, failed_before):
     tier = bench.open(num_blocks=4)
     store(tier, bench.keys(0, 1, 2, 3))
     if is_reopened:
         tier.shutdown()
         tier = bench.open(num_blocks=4)
+    pwrite = os.pwrite
+
+    def half_failing(fd, body, offset):
+        # Records arrive although their write fails.
+        written = pwrite(fd, body, offset) if any(body) or failed_before == "records" else 0
+        return raiser(errno.EIO)() if any(body) or failed_before == "void" else written
+
+    if failed_before != "nothing":
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", half_failing)
+            assert store(tier, bench.keys(4, 5)).done == []
     holder, name = {"void": (tier._store, "write_payload"), "payload": (tier._store.table, "write")}[stage]
     monkeypatch.setattr(holder, name, raiser(errno.EIO))
     store(tier, bench.keys(4, 5))
@@ -288,14 +327,6 @@ def test_store_overtaken_by_reset_writes_nothing(bench, monkeypatch):
     assert store(tier, bench.keys(0, 1)).done == []
     tier.shutdown()
     assert bench.open().stats().num_held == 0
-
-
-def test_flush_syncs_blocks_and_records(bench, monkeypatch):
-    tier, synced = bench.open(flush_interval_s=1000), []
-    store(tier, bench.keys(0))
-    monkeypatch.setattr(os, "fdatasync", synced.append)
-    tier.flush()
-    assert sorted(synced) == sorted([tier._store.fd, tier._store.table._fd])
 
 
 def test_store_that_ends_early_fails(bench, monkeypatch):
@@ -431,6 +462,7 @@ def test_short_unaligned_piece_is_moved_again(bench, monkeypatch):
         (os, "pread", errno.EIO, "Input/output error"),
         (os, "statvfs", errno.EIO, "Input/output error"),
         (SlotTable, "__init__", MemoryError("80 GiB"), "MemoryError: 80 GiB"),
+        (SlotTable, "load", errno.EIO, "Input/output error"),
         (threading.Thread, "start", RuntimeError("can't start new thread"), "can't start new thread"),
     ],
 )
@@ -445,20 +477,6 @@ def test_failed_open_releases_the_lock(bench, monkeypatch, owner, name, error, m
     monkeypatch.undo()
     bench.open().shutdown()
     del caught
-
-
-def test_failed_open_closes_every_file(bench, monkeypatch):
-    bench.open().shutdown()
-    descriptors, open_file = Path("/proc/self/fd"), TierDirectory.open_file
-    num_open = len([*descriptors.iterdir()])
-
-    def refuse_data(self, name, flags):
-        return raiser(errno.EIO)() if name == "data" else open_file(self, name, flags)
-
-    monkeypatch.setattr(TierDirectory, "open_file", refuse_data)
-    with pytest.raises(TierDirectoryError, match="Input/output error"):
-        bench.open(preallocate=False)
-    assert len([*descriptors.iterdir()]) == num_open
 
 
 def test_inherited_descriptor_keeps_no_lock(bench):

@@ -107,8 +107,6 @@ class SlotTable:
             valid = np.flatnonzero(self._is_valid(rows))
             parts.append(rows if len(valid) == len(rows) else rows[valid])
             places.append(valid + first)
-            if len(rows) < count:
-                break
         rows, slots = np.concatenate(parts), np.concatenate(places)
         self.checksums[slots] = rows["checksum"]
         self._is_recorded[slots] = True
@@ -156,6 +154,7 @@ class SlotTable:
         self._is_recorded[first_slot : first_slot + len(checks)] = True
         write_all(self._fd, rows.tobytes(), first_slot * RECORD_BYTES)
         self.checksums[first_slot : first_slot + len(checks)] = checks
+        self.recency["uses"][first_slot : first_slot + len(checks)] = 0
 
     def stamp(self, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64] | int) -> None:
         """Set when slots were last used; on disk with the next `flush`."""
