@@ -115,7 +115,11 @@ class LocalValkey:
         return [b"0", [name for name in self.values if fnmatchcase(name, pattern)]]
 
     def _auth(self, *arguments):
-        return "+OK" if arguments[-1] == self.password else "-WRONGPASS invalid username-password pair"
+        is_known = arguments[:-1] in ((), (b"default",)) and arguments[-1] == self.password
+        return "+OK" if is_known else "-WRONGPASS invalid username-password pair"
+
+    def _client(self, question, *_):
+        return 7 if question == b"ID" else b"id=7 addr=127.0.0.1:8\nid=9 addr=127.0.0.1:9\n"
 
     def _flushall(self):
         self.values.clear()

@@ -99,6 +99,15 @@ def test_zstd_returns_same_bytes_in_fewer():
     manager.shutdown()
 
 
+def test_zstd_refuses_codes_of_others():
+    block, target = compressible(1)[0], memoryview(bytearray(1 << 14))
+    fast, small = (ZstdCodec(block.nbytes, level, 1.0).encode(block.data, target) for level in (1, 19))
+    assert fast != small
+    for code, message in ((target[:small], "another size than 8"), (target[1:], "no zstd frame")):
+        with pytest.raises(ValueError, match=message):
+            ZstdCodec(8).decode(code, memoryview(bytearray(8)))
+
+
 @pytest.mark.parametrize("is_disk", [False, True])
 def test_incompressible_block_is_refused_alone(tmp_path, is_disk):
     if is_disk:
@@ -242,6 +251,7 @@ def test_codecs_share_nothing():
     prints = [
         {"type": "fp8", "dtype": "bfloat16"},
         {"type": "fp8", "dtype": "float16"},
+        {"type": "fp8", "dtype": "float16", "advanced": {"group": 64}},
         {"type": "zstd", "level": 1},
         {"type": "zstd", "level": 1, "share": 0.5},
     ]
@@ -249,7 +259,7 @@ def test_codecs_share_nothing():
         CODECS.resolve(one["type"]).from_config({k: v for k, v in one.items() if k != "type"}, 1 << 14)
         for one in prints
     ]
-    assert len({str(codec.fingerprint) for codec in made}) == 4
+    assert len({str(codec.fingerprint) for codec in made}) == 5
     assert ZstdCodec(1 << 14, level=1).fingerprint == ZstdCodec(1 << 14, level=19).fingerprint
 
 

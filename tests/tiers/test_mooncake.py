@@ -6,8 +6,9 @@ The native client reads its time limits once in a process, so every tier here ha
 import importlib
 import os
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from stores import (
 
 from kvcache.tiering.checksum import SEAL_BYTES
 from kvcache.tiers import mooncake
-from kvcache.tiers.mooncake import MooncakeTier
+from kvcache.tiers.mooncake import MooncakeOptions, MooncakeTier
 
 TIMEOUT_S = 1.0
 BLOCK_BYTES = 1 << 16
@@ -180,6 +181,14 @@ def test_answers_to_loads_become_outcomes(local, opened, monkeypatch, answer):
     counts = tier.stats()
     assert (result.done, counts.corrupt_blocks, counts.missed_blocks) == ([], 0, 2 * (answer == NOT_READY))
     assert ("master cannot be reached" in result.error) == (answer != NOT_READY)
+    for name, call in (
+        ("get_into", tier.read_epoch),
+        ("put_from", lambda: tier.announce_epoch(tier.epoch, replace=False)),
+        ("remove_by_regex", lambda: tier.delete_older(b"kvcache:")),
+    ):
+        monkeypatch.setattr(LocalMooncake, name, lambda *args: answer)
+        with pytest.raises(OSError, match=f"failed: .*{answer}"):
+            call()
     monkeypatch.setattr(LocalMooncake, "batch_is_exist", lambda *args: [1, answer])
     assert store(tier, KEYS[2:4], job_id=3).failed == KEYS[2:4]
 
@@ -197,6 +206,14 @@ def test_requested_copies_and_pins_reach_store(local, opened, monkeypatch):
     assert configs == [SimpleNamespace(with_hard_pin=True), wanted]
 
 
+def answer(monkeypatch, name, *answers):
+    """Make the first calls of a method return `answers`, after their work."""
+    method, answers = getattr(LocalMooncake, name), [*answers]
+    monkeypatch.setattr(
+        LocalMooncake, name, lambda *args, **kw: (method(*args, **kw), answers.pop(0) if answers else 0)[1]
+    )
+
+
 def test_late_master_is_tried_first(local, opened, monkeypatch):
     master, trials = f"127.0.0.1:{free_port()}", []
 
@@ -205,15 +222,19 @@ def test_late_master_is_tried_first(local, opened, monkeypatch):
         if len(trials) == 1:
             raise OSError("not yet")
 
+    answer(monkeypatch, "setup", -1)
     monkeypatch.setattr(mooncake, "_try_in_a_process", try_in_a_process)
+    options = MooncakeOptions(master=master)
+    assert "cannot be used" in MooncakeTier.unavailable_reason(options)
     tier = open_tier(opened, master, lend_bytes=1 << 20)
     assert "no connection" in store(tier, KEYS[:2]).error
     with closing(Impostor(b"", port=tier._master[1])):
-        for _ in range(2):
+        assert MooncakeTier.unavailable_reason(options) == ""
+        for _ in range(3):
             with suppress(OSError):
                 tier.maintain()
     # A client that is only tried lends no memory.
-    assert [(setup[2], setup[-1]) for setup in trials] == [(0, master)] * 2
+    assert [(setup[2], setup[-1]) for setup in trials] == [(0, master)] * 3
     store_until_done(tier, KEYS[:2])
 
 
@@ -221,9 +242,12 @@ def test_late_master_is_tried_first(local, opened, monkeypatch):
 def test_batch_waits_bounded_time_for_client(shared_store, opened, tmp_path, name, move):
     tier = open_tier(opened, shared_store.master, salt=str(tmp_path))
     tier._turn_s = 0.01
+    with suppress(RuntimeError), tier._turn(getattr(tier, name)):
+        raise RuntimeError
     with getattr(tier, name):
         result = move(tier, KEYS[:2])
     assert (result.done, "other batches kept the client for 0.01 s" in result.error) == ([], True)
+    assert move(tier, KEYS[:2], job_id=3).error == ""
 
 
 def test_late_master_is_used(make_store, opened):
@@ -302,6 +326,30 @@ def test_client_is_kept_for_next_tier(fresh, opened, monkeypatch):
     third = open_tier(opened, fresh.master)
     assert found(third, KEYS[:4]) == 4
     assert calls == ["setup", "setup"]
+    if fresh.client_type is LocalMooncake:
+        again.shutdown()
+        assert found(open_tier(opened, fresh.master, tenant="another"), KEYS[:4]) == 0
+
+
+def test_refused_memory_costs_no_client(local, opened, monkeypatch):
+    monkeypatch.setattr(mooncake, "_MAINTAIN_INTERVAL_S", 0.01)
+    calls, put = record_calls(LocalMooncake, monkeypatch), LocalMooncake.batch_put_from_multi_buffers
+    answer(monkeypatch, "register_buffer", 0, -1)
+    tier = open_tier(opened, local.master)
+    # The epoch may be read at any time.
+    monkeypatch.setattr(LocalMooncake, "batch_put_from_multi_buffers", lambda *args: (tier.read_epoch(), put(*args))[1])
+    store_until_done(tier, KEYS)
+    assert load(tier, KEYS).done == KEYS
+    assert calls == ["setup"]
+
+
+@pytest.mark.parametrize(("answer", "is_used"), [(TimeoutError(), False), (ConnectionResetError(), True)])
+def test_master_that_answers_is_used(local, opened, monkeypatch, answer, is_used):
+    probe = SimpleNamespace(sendall=len, recv=Mock(side_effect=answer), getsockname=lambda: ("127.0.0.1", 1))
+    monkeypatch.setattr(mooncake.socket, "create_connection", lambda *_, **options: nullcontext(probe))
+    calls = record_calls(LocalMooncake, monkeypatch)
+    assert bool(store(open_tier(opened, local.master), KEYS[:1]).error) != is_used
+    assert calls == ["setup"] * is_used
 
 
 def test_silent_master_gets_no_client(make_store, native, opened, monkeypatch):

@@ -139,23 +139,49 @@ def test_old_block_gets_no_new_name(open_engine, monkeypatch):
     assert (sorted(store(engine, KEYS[:2]).failed), put) == (KEYS[:2], [])
 
 
-def test_failed_sweep_is_tried_again(open_engine, values, monkeypatch):
+def test_failed_reset_is_tried_again(open_engine, values, monkeypatch):
     monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
     engine = open_engine()
     store(engine, KEYS[:4])
-    delete_older, calls = DictStoreTier.delete_older, []
+    calls = []
 
-    def fail_first(self, prefix):
-        calls.append(prefix)
-        if len(calls) == 1:
-            raise OSError("not now")
-        delete_older(self, prefix)
+    def fail(name, is_failing):
+        method = getattr(DictStoreTier, name)
 
-    monkeypatch.setattr(DictStoreTier, "delete_older", fail_first)
+        def attempt(self, *args, **options):
+            calls.append((name, *args))
+            if is_failing():
+                raise OSError("not now")
+            method(self, *args, **options)
+
+        monkeypatch.setattr(DictStoreTier, name, attempt)
+
+    fail("announce_epoch", lambda: len(calls) == 1)
+    fail("delete_older", lambda: engine.version == 8)
     engine.reset(8)
-    wait_for_reset(engine)
-    assert len(set(calls)) == 1
+    until(lambda: len(calls) > 4)
+    assert len(set(calls)) == 2, "the epoch and the names of a version stay"
+    # Nor does the next reset forget the blocks.
+    reset_all([engine], 9)
     assert list(values) == [engine.epoch_name]
+
+
+def test_reset_connects_to_late_store(open_engine, values, monkeypatch):
+    monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
+    store(open_engine(), KEYS[:4])
+    is_up, connected = [], []
+
+    def connect(self):
+        if not is_up:
+            raise OSError("no store")
+        connected.append(self)
+
+    monkeypatch.setattr(DictStoreTier, "connect", connect)
+    engine = open_engine()
+    is_up.append(True)
+    reset_all([engine], 8)
+    # It has joined the announced epoch before, whose blocks it deletes.
+    assert (connected[:1], list(values)) == ([engine], [engine.epoch_name])
 
 
 def test_lost_epoch_is_announced_again(open_engine, values):
@@ -175,8 +201,8 @@ def test_epoch_of_faster_engine_stays(open_engine, values, monkeypatch):
     monkeypatch.setattr(DictStoreTier, "read_epoch", lambda _: None)
     engine.maintain()
     assert values[name] == "another"
-    late = DictStoreTier(values, blocks(), fingerprint={"model": "m"})
-    late.shutdown()
+    late = open_engine()
+    assert "does not keep the epoch" in store(late, KEYS[:1]).error
     assert values[name] == "another"
 
 

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from threading import Event, Thread
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from local_stores import NUM_SLOTS, LocalValkey
 from stores import (
     KEYS,
     VALKEY_BINARY,
+    Clock,
     StoreContract,
     ValkeyServer,
     blocks,
@@ -34,7 +36,8 @@ from stores import (
 from valkey import Valkey
 
 from kvcache.tiering.checksum import Namespace
-from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyTier
+from kvcache.tiers import valkey_wire
+from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyOptions, ValkeyTier, clear_server
 from kvcache.tiers.valkey_wire import Channel, WireError
 
 BLOCK_BYTES = 4096
@@ -100,11 +103,11 @@ class TestContract(StoreContract):
         self.place = {"url": server.url}
 
 
-@pytest.mark.parametrize("ttl_s", [None, 60.0])
+@pytest.mark.parametrize("ttl_s", [None, 60.0, 1e-4])
 def test_block_of_others_is_renewed_only(local, opened, ttl_s):
     first, second = (open_tier(opened, local.url, ttl_s=ttl_s) for _ in range(2))
     store(first, KEYS[:8])
-    ttl_ms = None if ttl_s is None else 60_000
+    ttl_ms = None if ttl_s is None else max(1, ttl_s * 1000)
     names = [first.store_name(key) for key in KEYS[:12]]
     local.ttls_ms.update(dict.fromkeys(names[:8], 1))
     local.calls.clear()
@@ -134,6 +137,8 @@ def test_large_blocks_are_asked_for_once(local, opened):
         del local.values[tier.store_name(key)]
     assert set(load(tier, keys).done) == held
     assert [local.calls[name] for name in (b"TOUCH", b"SET", b"GET")] == [9, 9, 9]
+    tier.shutdown()
+    until(lambda: not local._connections)
 
 
 def test_full_server_refuses_blocks_not_jobs(local, opened):
@@ -165,6 +170,8 @@ def test_nonsense_fails_job_and_connection(local, opened, answer):
 
 def test_late_answer_is_not_another_jobs(local, opened):
     tier, is_over = open_tier(opened, local.url, timeout_s=1.0, num_threads=1), Event()
+    limits = tier._client.connection_pool.connection_kwargs
+    assert limits["socket_timeout"] == limits["socket_connect_timeout"] == 1.0
     store(tier, KEYS[:2])
     first = [b"GET", tier.store_name(KEYS[0])]
     local.intercept = lambda command: is_over.wait() and None if command == first else None
@@ -173,8 +180,10 @@ def test_late_answer_is_not_another_jobs(local, opened):
     is_over.set()
 
 
-def test_partial_sends_go_on():
+@pytest.mark.parametrize("kind", [socket.socket, type("SSLSocket", (socket.socket,), {})])
+def test_partial_sends_go_on(kind):
     ours, theirs = socket.socketpair()
+    ours = kind(fileno=ours.detach())
     ours.settimeout(30)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     buffers, received = [np.random.default_rng(0).bytes(n) for n in (10, 100_000, 3, 50_000, *[1] * 600)], []
@@ -192,22 +201,32 @@ def test_partial_sends_go_on():
     assert b"".join(received) == b"".join(buffers)
 
 
-def test_slow_bytes_do_not_extend_deadline():
-    ours, theirs = socket.socketpair()
-    ours.settimeout(5.0)
+def test_deadline_is_of_batch_or_answer(monkeypatch):
+    clock, (ours, theirs) = Clock(), socket.socketpair()
+    monkeypatch.setattr(valkey_wire.time, "monotonic", clock)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    ours.settimeout(30)
 
-    def drip():
+    def repeat(step):
         with suppress(OSError):
-            while True:
-                theirs.sendall(b":")
+            while step():
+                clock.now_s += 1.0
                 time.sleep(0.01)
 
-    Thread(target=drip, daemon=True).start()
     with ours, theirs:
-        server = Channel(SimpleNamespace(_sock=ours), 0.2)
-        server.send([b"EXISTS"])
-        with pytest.raises(WireError, match=r"took more than 0\.2 s"):
-            server.read_flag()
+        server = Channel(SimpleNamespace(_sock=ours), 5.0)
+        for _ in range(3):
+            theirs.sendall(b":1\r\n")
+            clock.now_s += 4.0
+            assert server.read_flag()
+        # Slow bytes do not extend it.
+        for step, use in (
+            (lambda: theirs.send(b":"), server.read_flag),
+            (lambda: theirs.recv(4096), lambda: server.send([bytes(1 << 20)])),
+        ):
+            Thread(target=repeat, args=(step,), daemon=True).start()
+            with pytest.raises(WireError, match=r"took more than 5\.0 s"):
+                use()
 
 
 def test_damaged_values_are_deleted_misses(server, client, opened):
@@ -315,13 +334,21 @@ def test_password_from_environment_is_not_shown(locked_server, opened, monkeypat
     tier = open_tier(opened, server.url)
     assert store(tier, KEYS[:2]).failed == []
     assert "sesame" not in repr(tier)
+    monkeypatch.setenv(PASSWORD_VARIABLE, "not that of this server")
+    tier = open_tier(opened, server.url, username="default", password="sesame")
+    assert found(tier, KEYS[:2]) == 2
+    with pytest.raises(ValueError, match="refuses the credentials"):
+        ValkeyTier(server.url, blocks(), username="nobody", password="sesame")
 
 
 def test_late_server_is_used(server, opened):
     server.kill()
+    options = ValkeyOptions(url=server.url)
+    assert "cannot be used" in ValkeyTier.unavailable_reason(options)
     tier = open_tier(opened, server.url, timeout_s=0.5)
     assert store(tier, KEYS[:2]).error
     server.start()
+    assert ValkeyTier.unavailable_reason(options) == ""
     store_until_done(tier, KEYS[:2])
 
 
@@ -426,6 +453,17 @@ def test_moved_slot_is_followed(cluster, opened):
     assert clients[2].dbsize() == 0
     for client in clients:
         client.close()
+
+
+def test_unconfirmed_clear_deletes_nothing(local, opened):
+    tier, options = open_tier(opened, local.url), ValkeyOptions(url=local.url)
+    store(tier, KEYS[:2])
+    refuse = Mock(side_effect=ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        clear_server(options, "kvcache:", refuse)
+    refuse.assert_called_once_with({tier.prefix.decode(): 3}, ["127.0.0.1:9"])
+    assert len(local.values) == clear_server(options, "kvcache:", Mock()) == 3
+    assert not local.values
 
 
 def test_tls_server_needs_given_authority(make_server, opened, tmp_path):
