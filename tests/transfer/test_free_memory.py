@@ -63,6 +63,9 @@ def test_machine_memory_unreadable_meminfo_returns_none(tmp_path, text):
 def test_memory_beyond_limit_is_zero(monkeypatch):
     monkeypatch.setattr(memory, "_cgroup_memory", lambda root: (-5, "memory.max = 1"))
     assert memory.memory_left() == (0, "memory.max = 1")
+    for name in ("_cgroup_memory", "_machine_memory"):
+        monkeypatch.setattr(memory, name, lambda root: None)
+    assert memory.memory_left() is None
 
 
 def test_size_beyond_all_floats_raises():

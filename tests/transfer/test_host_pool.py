@@ -4,37 +4,37 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from geometries import layered, spec_of
 
 from kvcache.transfer import numa, pinning
 from kvcache.transfer.host_pool import HostPool
+from kvcache.transfer.shared_file import SharedBlocks
+from kvcache.transfer.shared_pool import shared_pool_handlers
 
 
-def test_views_share_the_blocks_bytes():
+def test_blocks_lie_side_by_side():
     pool = HostPool(3, 10, pin=False)
     pool.block(1)[:] = torch.arange(10, dtype=torch.int8)
     assert pool.array[1].tolist() == list(range(10))
     assert pool.tensor.shape == (3, 10)
     assert pool.tensor.dtype == torch.int8
     assert not pool.tensor[0].any()
-
-
-def test_blocks_lie_side_by_side():
+    block = pool.block(1)
+    del pool
+    assert block.tolist() == list(range(10))
     pool = HostPool(4, 3 << 20, pin=False)
     assert pool.address % mmap.PAGESIZE == 0
     assert pool.address % (2 << 20) == 0
     assert pool.stride_bytes == 3 << 20
     assert pool.tensor.is_contiguous()
-
-
-def test_view_outlives_its_pool():
-    block = HostPool(2, 1 << 20, pin=False).block(1)
-    block.fill_(3)
-    assert int(block.sum(dtype=torch.int64)) == 3 << 20
 
 
 def num_resident(pool):
@@ -44,12 +44,6 @@ def num_resident(pool):
     resident = np.zeros(pool.num_bytes // mmap.PAGESIZE, np.uint8)
     assert mincore(pool.address, pool.num_bytes, resident.ctypes.data) == 0
     return resident.sum()
-
-
-def test_every_page_exists_from_start():
-    pool = HostPool(1000, mmap.PAGESIZE, pin=False)
-    assert num_resident(pool) == 1000
-    assert pool.touched_bytes == pool.num_bytes
 
 
 @pytest.mark.parametrize(
@@ -101,12 +95,8 @@ def test_pool_without_accelerator_counts_unpinned():
     assert len(caught) == 1
     assert (pool.pin_failures, pool.pinned_bytes, pool.is_pinned) == (1, 0, False)
     assert pool.block(1).tolist() == [0] * 8
-
-
-def test_pool_without_pinning_stays_unpinned():
     with pytest.warns(RuntimeWarning, match="cannot lock memory for 'xpu' devices"):
-        pool = HostPool(2, 8, device=torch.device("xpu", 0))
-    assert pool.pin_failures == 1
+        assert HostPool(2, 8, device=torch.device("xpu", 0)).pin_failures == 1
 
 
 def test_pool_pins_pieces_close_unpins_them(locked):
@@ -116,10 +106,8 @@ def test_pool_pins_pieces_close_unpins_them(locked):
     pool.close()
     assert not locked
     assert not pool.is_pinned
-
-
-def test_cpu_pool_is_not_pinned(locked):
-    assert not HostPool(10, 1000, device=torch.device("cpu")).is_pinned
+    pool = HostPool(10, 1000, device=torch.device("cuda", 3))
+    del pool
     assert not locked
 
 
@@ -131,6 +119,23 @@ def test_refused_piece_leaves_others_pinned(locked):
     assert (pool.pin_failures, pool.pinned_bytes, pool.is_pinned) == (1, 8192, False)
     pool.close()
     assert not locked
+
+
+def test_ranks_map_their_parts(locked, tmp_path, monkeypatch):
+    monkeypatch.setattr(pinning, "accelerator", lambda: torch.device("cuda", 3))
+    kv_caches, shared = layered(8, 64, 2), SharedBlocks(tmp_path / "pool", 4, 300, is_owner=True)
+    with pytest.raises(ValueError, match="a block of rank 0 has 128 bytes, the engine's config says 127"):
+        shared_pool_handlers(kv_caches, shared, 0, 127)
+    for rank in range(2):
+        pool, store, _ = shared_pool_handlers(kv_caches, shared, rank, 150)
+        # The tensors are the host's, although there is an accelerator.
+        assert (pool.device, pool.pinned_bytes) == (None, 0)
+        store.transfer_async(1, spec_of([rank + 1], [2]))
+        store.wait([1])
+        block = torch.cat([kv.tensor[rank + 1] for kv in kv_caches.tensors]).numpy().view(np.uint8)
+        assert (shared.array[2, 150 * rank :][:128] == block).all()
+        store.shutdown()
+    shared.close()
 
 
 @pytest.fixture
@@ -165,6 +170,9 @@ def test_pool_serves_with_first_piece(slow, caplog):
     assert prepared.startswith("host pool of 9.766 KiB: 9.766 KiB touched and 9.766 KiB pinned, in ")
     pool.close()
     assert not slow
+    kept = weakref.ref(pool)
+    del pool
+    assert kept() is None
 
 
 def test_pool_closed_while_preparing_unpins(slow):
@@ -181,11 +189,11 @@ def test_pool_closed_while_preparing_unpins(slow):
 
 def test_piece_refused_in_background_warns(slow):
     slow.limit = 2
-    pool = HostPool(10, 1000, device=torch.device("cuda", 3))
-    with pytest.warns(RuntimeWarning, match="1808 bytes at offset 8192 cannot be locked"):  # noqa: PT031
-        slow.allowed.release(2)
+    pool = HostPool(14, 1000, device=torch.device("cuda", 3))
+    with pytest.warns(RuntimeWarning, match="4096 bytes at offset 8192 cannot be locked"):  # noqa: PT031
+        slow.allowed.release(3)
         pool.wait_ready(60)
-    assert (pool.pin_failures, pool.pinned_bytes, pool.touched_bytes) == (1, 8192, 10000)
+    assert (pool.pin_failures, pool.pinned_bytes, pool.touched_bytes) == (1, 8192, 14000)
     pool.close()
 
 
@@ -244,18 +252,24 @@ def test_pool_threads_run_on_devices_node(monkeypatch, tmp_path):
 
 
 def test_refused_pin_spares_engines_kernel(monkeypatch):
-    class Runtime:
-        def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
-            return 2
+    calls, mode, device = [], [0], torch.device("cuda", 1)
+    register = Mock(side_effect=[2, 0, RuntimeError("no driver")])
 
-    kernels = []
+    def exchange(new):
+        mode[0], new._obj.value = new._obj.value, mode[0]
 
     def kernel(*shape, device):
-        kernels.append(device)
+        calls.append(("kernel", device))
         raise torch.OutOfMemoryError("CUDA error: out of memory")
 
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *_: (calls.append(mode[0]), register())[1], cudaHostUnregister=calls.append
+    )
+    monkeypatch.setattr(pinning, "_exchange_capture_mode", lambda: exchange)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(calls.append(device)))
     monkeypatch.setattr(pinning.torch, "zeros", kernel)
-    assert pinning.lock(4096, 8, torch.device("cuda", 1)) == "CUDA error 2"
-    assert kernels == [torch.device("cuda", 1)]
+    assert [pinning.lock(4096, 8, device) for _ in range(3)] == ["CUDA error 2", "", "no driver"]
+    pinning.unlock(4096, device)
+    # Registered for its device, in a mode (2) that leaves captures valid, which the thread keeps no longer.
+    assert (calls, mode) == ([device, 2, ("kernel", device), device, 2, device, 2, 4096], [0])

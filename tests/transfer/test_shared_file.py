@@ -26,6 +26,15 @@ def lock_whole(fd, kind):
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
 
 
+@pytest.fixture(autouse=True)
+def _closed_files():
+    """Each test closes its files, and refusals close theirs."""
+    descriptors = Path("/proc/self/fd")
+    before = len([*descriptors.iterdir()])
+    yield
+    assert len([*descriptors.iterdir()]) == before
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / f"{PREFIX}a"
@@ -42,6 +51,7 @@ def test_owner_and_others_share_bytes(path):
     with pytest.raises(ValueError, match="belongs to another engine; give this one a pool_path of its own"):
         blocks_at(path)
     owner.close()
+    owner.close()
     assert not path.exists()
     assert not other.has_owner()
     other.close()
@@ -53,6 +63,7 @@ def test_blocks_start_at_huge_page(path, has_huge_pages, monkeypatch):
         monkeypatch.setattr(shared_file._LIBC, "madvise", lambda *_: -1)
     blocks = SharedBlocks(path, 3, 1 << 20, is_owner=True)
     array = blocks.array
+    assert path.stat().st_blocks * 512 >= array.nbytes
     assert array.ctypes.data % (2 << 20) == 0
     assert not array.any()
     array[:] = 7
@@ -216,18 +227,11 @@ def test_private_folder_is_for_this_user(tmp_path):
     assert folder == tmp_path / f"kvcache-{os.geteuid()}"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert private_folder(tmp_path) == folder
-
-
-def test_private_folder_open_to_others_raises(tmp_path):
-    (tmp_path / f"kvcache-{os.geteuid()}").mkdir(0o755)
+    folder.chmod(0o755)
     with pytest.raises(ValueError, match="is open to other users: its mode is 755"):
         private_folder(tmp_path)
-
-
-def test_private_folder_as_link_raises(tmp_path):
-    target = tmp_path / "target"
-    target.mkdir(0o700)
-    (tmp_path / f"kvcache-{os.geteuid()}").symlink_to(target)
+    folder.rename(tmp_path / "target").chmod(0o700)
+    folder.symlink_to(tmp_path / "target")
     with pytest.raises(ValueError, match="must be a folder"):
         private_folder(tmp_path)
 
@@ -240,9 +244,6 @@ def test_pool_in_world_writable_folder_raises(tmp_path):
         blocks_at(folder / "pool")
     folder.chmod(0o1777)
     blocks_at(folder / "pool").close()
-
-
-def test_missing_folder_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"shared pools cannot be made in {tmp_path}/none: No such file"):
         blocks_at(tmp_path / "none" / "pool")
 
@@ -260,7 +261,10 @@ def test_child_close_keeps_parents_file(path, monkeypatch):
         patch.setattr(os, "getpid", lambda: parent + 1)
         blocks.unlink()
         assert path.exists()
-    assert blocks_at(path, is_owner=False).array.shape == (4, 4096)
+    other = blocks_at(path, is_owner=False)
+    assert other.array.shape == (4, 4096)
+    other.close()
+    blocks.close()
 
 
 # An engine: it records the file of another library, makes it, maps it, and waits.
@@ -345,10 +349,14 @@ def test_foreign_leftover_stays(region, tmp_path, kind):
     assert region.exists()
 
 
-def test_leftover_files_creates_nothing(tmp_path):
+def test_leftover_files_creates_nothing(region, tmp_path):
     assert leftover_files(tmp_path / "none", remove=True) == []
     assert leftover_files(tmp_path, remove=True) == []
     assert list(tmp_path.iterdir()) == []
+    (private_folder(tmp_path) / f"record-{region.name}").touch(0o600)
+    region.write_bytes(b"left")
+    assert leftover_files(tmp_path, remove=True) == [(region, 4)]
+    assert list(tmp_path.rglob("*")) == [private_folder(tmp_path)]
 
 
 def test_record_ends_with_its_file(region, tmp_path):
@@ -359,3 +367,7 @@ def test_record_ends_with_its_file(region, tmp_path):
     assert len(list(private_folder(tmp_path).iterdir())) == 1
     other.close()
     assert list(private_folder(tmp_path).iterdir()) == []
+    record = FileRecord(region)
+    region.touch(0o600)
+    record.close()
+    assert len(list(private_folder(tmp_path).iterdir())) == 1, "a file that stays keeps its record"

@@ -70,6 +70,7 @@ def test_store_crosses_link_in_few_copies(device_ids, host_ids, staging_bytes, c
     assert stream.log == ["wait for compute", "record event", *sent, "record event"]
     for device_id, host_id in zip(device_ids, host_ids, strict=True):
         assert torch.equal(pool.block(host_id), torch.cat([kv.tensor[device_id] for kv in kv_caches.tensors]))
+    assert {kv.tensor._version for kv in kv_caches.tensors} == {0}, "a store wrote to the engine's blocks"
 
 
 @pytest.mark.parametrize(
