@@ -237,6 +237,11 @@ def test_raising_batch_fails_keeps_held_blocks(make, host, store):
     assert result.error == "OSError: the cable"
     assert tier.lookup(keys_of("ab")) == 2
     assert (tier.stats().io_errors, tier.stats().last_error) == (1, "OSError: the cable")
+    # The first batch of a job fails, the last one does not.
+    tier = make(slots=8, num_threads=1, max_batch_blocks=1)
+    tier.put = lambda batch: [][0] if batch.keys == [b"a"] else None
+    result = store_as_is(tier, keys_of("ab"))
+    assert (result.done, result.failed, result.error) == ([b"b"], [b"a"], "IndexError: list index out of range")
 
 
 @pytest.mark.parametrize("outcomes", [[0], [0, 9], [0, None], 7, [0, 0, 0]])
@@ -493,6 +498,8 @@ def test_existence_is_remembered_within_bounds(monkeypatch):
     monkeypatch.setattr(existence, "_MAX_ASKED_KEYS", 2)
     cache.ask(keys_of("xy"), 20.0)
     assert cache.count_held(keys_of("dxyz"), 20.0) == (3, [], True)
+    cache.answer([b"x"], [True], 20.0)
+    assert [cache.count_held([b"x"], 99.0) for _ in range(2)] == [(1, [], False), (1, [b"x"], False)]
 
 
 def test_index_refuses_bad_contents():

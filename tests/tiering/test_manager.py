@@ -481,7 +481,8 @@ def test_retention_hints_follow_managers_clock():
 
 def test_tiers_own_changes_are_events():
     bench = Bench()
-    bench.tier.get_finished = lambda: [TierResult(None, keys_of("ab")), TierResult(None, removed=keys_of("a"))]
+    results = [TierResult(None, keys_of("ab")), TierResult(77, keys_of("c")), TierResult(None, removed=keys_of("a"))]
+    bench.tier.get_finished = lambda: results
     bench.manager.on_schedule_end()
     assert bench.events() == [("MANUAL", False, keys_of("ab")), ("MANUAL", True, keys_of("a"))]
     # A reset drops those that wait for a later step.
