@@ -54,6 +54,16 @@ def test_lost_record_splits_its_run(manager, path):
     assert found == [ops.Op.STATUS, ops.Op.LOST, ops.Op.STATUS, ops.Op.STATS]
 
 
+def test_taken_run_gets_no_keys(monkeypatch, manager, path):
+    monkeypatch.setattr(recorder_module, "_FLUSH_S", 60)
+    with Recorder(manager, path) as recorder:
+        manager.status(key(1))
+        taken = recorder._queue.take()
+        manager.status(key(2))
+        assert [record[1] for records in (taken, recorder._queue.take()) for record in records] == [[key(1)], [key(2)]]
+        assert recorder.stats().num_records == 2
+
+
 def test_unencodable_record_is_lost_alone(manager, path):
     with Recorder(manager, path) as recorder:
         manager.touch([key(1)])
