@@ -340,6 +340,18 @@ def test_store_whose_end_is_lost_ends(node):
     node.check()
 
 
+def test_ended_request_holds_nothing(node):
+    node = node(64)
+    engine, (keys, context) = node.engine("a"), prompt(1, 8)
+    turn(engine, *prompt(1, 4))
+    engine.prepare_store(keys[4:], context)
+    assert engine.lookup(keys, context) == 4
+    engine.on_request_finished(context)
+    node.restart()
+    engine.complete_store(keys[4:], context)
+    assert engine.owner_figures()["num_referenced"] == 0
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_random_clients_match_model(node, seed, monkeypatch):
     """Random calls of three engines, resets and new owners: no two writers of a slot, no lost slot, no wrong block.
