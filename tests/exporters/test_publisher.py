@@ -475,11 +475,18 @@ def test_replay_buffer_is_bounded_in_bytes(publisher, monkeypatch):
     assert numbers_of(publisher, 0) == [*range(30, 40), -1]
 
 
-def test_events_published_after_close_are_dropped():
+@pytest.mark.parametrize("fails", [False, True])
+def test_events_published_after_end_are_dropped(fails):
     publisher = open_publisher(block_size=16)
     publisher.publish([stored(1)])
-    publisher.close()
-    publisher.close()
+    if fails:
+        assert publisher.flush(30)
+        publisher._pub = None
+        publisher.publish([stored(2)])
+        until(lambda: not publisher._thread.is_alive)
+    else:
+        publisher.close()
+        publisher.close()
     publisher.describe([key(1)], Prompt(range(16), [key(1)]))
     for number in range(1000):
         publisher.publish([stored(number)])
