@@ -211,7 +211,7 @@ def test_small_stores_share_messages(node, policy, num_messages):
 
 
 def test_refused_store_brings_no_slots(node, monkeypatch):
-    monkeypatch.setattr("kvcache.node.client._GRANT_SHARE", 8)
+    monkeypatch.setattr("kvcache.node.client._GRANT_SHARE", 32)
     node = node(64)
     first, second, engine = map(node.engine, "abc")
     stores = [(first, 32), (second, 2), (engine, 18), (engine, 10), (engine, 4)]
