@@ -171,7 +171,8 @@ def test_replicas_have_folders_and_shares(engine, tmp_path, monkeypatch):
     assert [each.storage._stores["kv"].stats().tier.num_blocks >> 8 for each in (first, second)] == [1, 1]
     assert first.store(prompt(1)) == TOKENS
     assert load_right(second, 1) == 0
-    engine(extra={"path": str(tmp_path / "{dp_rank}")})
+    own = engine(extra={"path": str(tmp_path / "{dp_rank}")})
+    assert own.storage._stores["kv"].stats().tier.num_blocks >> 8 == 3
     assert (tmp_path / "1" / "kv").is_dir()
 
 

@@ -17,6 +17,7 @@ KINDS = {
     "layer_first": lambda: mha("layer_first"),
     "direct": lambda: mha("page_first_direct"),
     "head": lambda: mha("page_head"),
+    "flat": lambda: vars(pool := mha()).update(get_page_buffer_meta=None) or pool,  # without addresses of pages
     "mla": mla,
     "mla_layer_first": lambda: mla("layer_first"),
 }
@@ -105,6 +106,8 @@ def test_bad_options_are_named(engine):
         ({"kind": "dsik"}, "did you mean"),
         ({"capacity": "much"}, "capacity"),
         ({"shares": {"kv": 2}}, "shares"),
+        ({"shares": {"kv": 0.9, "mamba": 0.2}}, "at most 1 in all"),
+        ({"shares": {"kv": 0}}, "must each be above 0"),
         ({"shares": {"mamba": 0.5}}, "must name the host pools"),
         ({"write_policy": "write_through", "advanced": {"max_store_blocks": 9}}, "omit max_store_blocks, write_policy"),
         ({"arbiter": False, "num_uses": 2}, "what SGLang's storage backend stores and loads: omit arbiter, num_uses"),
@@ -140,6 +143,10 @@ def test_hybrid_pools_and_hit_policies(engine):
     fill(pools["mamba"], PAGE * 4, 0)
     assert storage.batch_get_v2([states("mamba", [keys[4], keys[0]])]) == {"mamba": [True, False]}
     assert torch.equal(page_of(pools["mamba"], PAGE * 4), page)
+    assert storage.get_stats().prefetch_pgs == []
+    other = [number + 1000 for number in TOKENS]
+    assert hybrid.store(other) == len(other)
+    assert storage.batch_exists_v2(hybrid.hashes(other), [trailing]).kv_hit_pages == 0
     assert storage.batch_exists(keys) == 6
     with pytest.raises(ValueError, match="name its share"):
         storage.register_mem_host_pool_v2(mha(), PoolName.DRAFT)
@@ -157,7 +164,12 @@ def test_latent_ranks_keep_own_states(engine):
     server = LocalValkey()
     extra = {"kind": "valkey", "url": server.url, "path": None, "capacity": None}
     for rank in range(2):
-        engine({"kv": mla(), "mamba": mamba()}, extra=extra, rank=rank, num_ranks=2)
+        storage = engine({"kv": mla(), "mamba": mamba()}, extra=extra, rank=rank, num_ranks=2).storage
+    # The first rank stores latent values for all.
+    assert storage.batch_set_v1(["a"], torch.arange(PAGE)) == [True]
+    state = PoolTransfer(PoolName.MAMBA, keys=["a"], host_indices=torch.tensor([0]))
+    assert storage.batch_set_v2([state]) == {"mamba": [True]}
+    assert (storage.exists("a"), storage.batch_get_v2([state])) == (False, {"mamba": [True]})
     # One namespace for the latent values of both, and one for the states of each.
     assert sum(name.endswith(b":epoch") for name in server.values) == 3
     server.kill()
@@ -194,4 +206,6 @@ def test_nothing_raises_into_sglangs_threads(engine):
     assert storage.exists("x")
     assert torch.equal(storage.get("x", torch.zeros_like(page)), page)
     assert storage.set("y", page[1:]) is False
+    assert storage.set("AB" * 32, page)
+    assert not storage.exists("ab" * 32)
     assert storage.batch_get_v2([PoolTransfer(PoolName.DRAFT, keys=["a"])]) == {"draft": [False]}
