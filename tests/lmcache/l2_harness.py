@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from select import select
 
 import numpy as np
 
@@ -33,12 +34,16 @@ class MemoryObject:
         self.byte_array = memoryview(array).cast("B")
 
 
-def answer(query, seconds=20):
-    """Wait for the result of a task."""
+def answer(query, event_fd=-1, seconds=20):
+    """Wait for the event, then for the result of a task, which is returned once."""
     end_s = time.monotonic() + seconds
+    if event_fd >= 0:
+        assert select([event_fd], [], [], seconds)[0]
+        os.eventfd_read(event_fd)
     while (result := query()) in (None, {}):
         assert time.monotonic() < end_s
         time.sleep(0.001)
+    assert query() in (None, {})
     return result
 
 
@@ -51,36 +56,38 @@ class Harness:
 
         params = {"kind": "disk", "path": str(path), "capacity": capacity, **params}
         self.adapter = create_l2_adapter(PluginL2AdapterConfig(**PLUGIN, adapter_params=params))
+        assert self.adapter.get_usage().total_bytes_used == 0  # no event without a name
         self.adapter.set_backend_identity("plugin")
 
     def store(self, arrays):
         """Store arrays by their keys; return LMCache's result."""
         task = self.adapter.submit_store_task(list(arrays), list(map(MemoryObject, arrays.values())))
-        return answer(self.adapter.pop_completed_store_tasks)[task]
+        return answer(self.adapter.pop_completed_store_tasks, self.adapter.get_store_event_fd())[task]
 
     def look_up(self, keys):
         task = self.adapter.submit_lookup_and_lock_task(keys, {})
-        return answer(lambda: self.adapter.query_lookup_and_lock_result(task)).get_indices_list()
+        event_fd = self.adapter.get_lookup_and_lock_event_fd()
+        return answer(lambda: self.adapter.query_lookup_and_lock_result(task), event_fd).get_indices_list()
 
     def load(self, arrays):
         """Load, compare what came with `arrays`, and return the positions that came."""
         buffers = [np.zeros(len(array), np.uint8) for array in arrays.values()]
         task = self.adapter.submit_load_task(list(arrays), list(map(MemoryObject, buffers)))
-        loaded = answer(lambda: self.adapter.query_load_result(task)).get_indices_list()
-        for array, buffer in [list(zip(arrays.values(), buffers, strict=True))[i] for i in loaded]:
+        loaded = answer(lambda: self.adapter.query_load_result(task), self.adapter.get_load_event_fd())
+        for array, buffer in [list(zip(arrays.values(), buffers, strict=True))[i] for i in loaded.get_indices_list()]:
             assert np.array_equal(array, buffer)
-        return loaded
+        return loaded.get_indices_list()
 
     def usage(self):
         usage = self.adapter.get_usage()
         assert usage.total_bytes_used == sum(usage.bytes_by_cache_salt.values()) <= usage.total_capacity_bytes
         return dict(usage.bytes_by_cache_salt)
 
-    def keys(self, page_size=7):
+    def keys(self, page_size=7, model=None):
         """Return all listed keys, page by page."""
         keys, cursor = [], None
         while True:
-            page = self.adapter.list_l2_keys(page_size=page_size, cursor=cursor)
+            page = self.adapter.list_l2_keys(model, page_size, cursor)
             keys += [entry.key.to_object_key() for entry in page.entries]
             if (cursor := page.next_page_token) is None:
                 return keys

@@ -27,7 +27,7 @@ def objects(numbers, num_bytes=MIB // 4, **names):
     return {object_key(n, **names): content([n, num_bytes, *map(ord, str(names))], num_bytes) for n in numbers}
 
 
-def test_objects_of_all_names_come_back(harness):
+def test_objects_of_all_names_come_back(harness, tmp_path):
     l2, every = harness(), {}
     names = [{}, {"model": "org-SEP-m"}, {"salt": "s" * 128}, {"rank": 7}, {"group": 3}, {"model": "m" * 4000}]
     for name in names:
@@ -41,11 +41,16 @@ def test_objects_of_all_names_come_back(harness):
         assert l2.look_up([object_key(99), *every, object_key(98)]) == list(range(1, len(every) + 1))
         assert l2.load(every) == list(range(len(every)))
         assert sorted(l2.keys(), key=repr) == sorted(every, key=repr)
+        assert sorted(l2.keys(model="org-SEP-m"), key=repr) == sorted(list(every)[8:16], key=repr)
         assert l2.usage() == expected
         # As after a restart.
         l2.adapter.close()
         l2 = harness()
     assert l2.load({object_key(0): content(0, 100_000)}) == []  # of another size
+    assert l2.store({**objects([9]), **objects([9], model="new")}) > 0
+    # A line for each name; nobody else may read the salts.
+    assert sum(map(bool, (tmp_path / "l2" / "names").read_bytes().splitlines())) == len(names) + 1
+    assert (tmp_path / "l2" / "names").stat().st_mode & 0o077 == 0
 
 
 def test_capacity_holds_and_locked_objects_stay(harness, tmp_path):
@@ -65,6 +70,8 @@ def test_capacity_holds_and_locked_objects_stay(harness, tmp_path):
     assert l2.load(locked) == [0, 1, 2]
     l2.adapter.submit_unlock(list(locked))
     assert l2.adapter.report_status()["num_locked"] == 0
+    assert l2.store(objects(range(200, 260))) > 0
+    assert l2.load(locked) == []
     assert len(l2.keys()) == sum(size["num_held"] for size in l2.adapter.report_status()["sizes"].values())
 
 
@@ -88,13 +95,16 @@ def test_deleted_objects_stay_away(harness):
     l2.adapter.register_listener(listener)
     assert listener.keys == {*kept, *deleted}
     l2.adapter.delete([*deleted, object_key(77)])
+    assert l2.load({**deleted, **objects([3])}) == [4]
+    assert (listener.keys, listener.accessed) == (set(kept), [object_key(3)])
     for _ in range(2):
         assert l2.load({**kept, **deleted}) == [0, 1, 2, 3]
         assert l2.usage() == {"": MIB}
         l2.adapter.close()
         l2 = harness()
-    assert listener.keys == set(kept)
+    l2.adapter.register_listener(listener)
     assert l2.store(deleted) == MIB
+    assert listener.keys == {*kept, *deleted}
     assert l2.load(deleted) == [0, 1, 2, 3]
 
 
@@ -102,7 +112,7 @@ class Listener:
     """Knows the keys that an adapter told of, as LMCache's eviction does."""
 
     def __init__(self):
-        self.keys = set()
+        self.keys, self.accessed = set(), []
 
     def on_l2_keys_stored(self, keys, sizes):
         self.keys.update(keys)
@@ -112,6 +122,7 @@ class Listener:
 
     def on_l2_keys_accessed(self, keys):
         assert set(keys) <= self.keys
+        self.accessed += keys
 
 
 def flip(data, slot_bytes):
@@ -233,11 +244,12 @@ def test_task_that_waited_too_long_fails(harness, monkeypatch):
 
 def test_removed_directory_is_reported(harness, tmp_path):
     l2, held = harness(advanced={"flush_interval_s": 0.05}), objects(range(4))
-    l2.store(held)
-    shutil.rmtree(tmp_path / "l2")
+    l2.store({**held, **objects([0], 100_000, salt="other")})
+    shutil.rmtree(tmp_path / "l2" / "objects-262144")
     end_s = time.monotonic() + 10
     while l2.adapter.report_status()["is_healthy"]:
         assert time.monotonic() < end_s
+    shutil.rmtree(tmp_path / "l2")
     assert l2.look_up(list(held)) == []
     assert l2.load(held) == []
     assert not l2.store(objects(range(9))).is_successful()
@@ -266,8 +278,14 @@ def test_names_of_gone_objects_make_room(harness, tmp_path):
     for number in range(300):
         salt = f"{number:0>128}"
         assert l2.store(objects([number], salt=salt)) > 0
+        assert l2.load(objects([0], salt=f"{0:0>128}")) == [0]
     assert (tmp_path / "l2" / "names").stat().st_size <= 4 * MIB // 128
-    assert len(l2.keys()) == l2.adapter.report_status()["sizes"]["262144"]["num_held"] > 8
+    # Also a name that was dropped is written again.
+    assert l2.store(objects([1], salt=f"{1:0>128}")) > 0
+    for _ in range(2):
+        assert len(l2.keys()) == l2.adapter.report_status()["sizes"]["262144"]["num_held"] > 8
+        l2.adapter.close()
+        l2 = harness(capacity="4MiB")
 
 
 def test_damaged_names_lose_names_only(harness, tmp_path):
@@ -276,9 +294,13 @@ def test_damaged_names_lose_names_only(harness, tmp_path):
     l2.adapter.close()
     lines = [b"[" * 100_000, bytes(1000), b"\xff[1]", b"null", b'[["m"], 1, 0, ""]', b"{}"]
     (tmp_path / "l2" / "names").write_bytes(b"\n".join(lines))
-    l2 = harness()
+    l2, listener, new = harness(), Listener(), objects([5], salt="new")
     assert l2.load(stored) == [0, 1, 2, 3]
-    assert l2.keys() == []
+    l2.adapter.register_listener(listener)
+    assert (l2.keys(), listener.keys) == ([], set())
+    assert l2.store(new) > 0
+    l2.adapter.close()
+    assert harness().keys() == list(new)
 
 
 def test_closed_adapter_takes_late_calls(harness):
@@ -299,6 +321,17 @@ def test_directory_has_one_owner(harness, tmp_path):
         assert l2.store(objects([1], 4096 * (number + 1))).is_successful() == (number < 16)
     assert not l2.store(objects([2], 25 * MIB)).is_successful()
     assert len(l2.adapter.report_status()["sizes"]) == 16
+    assert len(l2.adapter.report_status()["refused_sizes"]) == 5
+    l2.adapter.close()
+    # A start that fails leaves the directory to the next one.
+    folder, aside = tmp_path / "l2" / "objects-65536", tmp_path / "aside"
+    folder.rename(aside)
+    folder.touch()
+    with pytest.raises((OSError, ValueError), match="objects-65536"):
+        harness()
+    folder.unlink()
+    aside.rename(folder)
+    assert harness().load(objects([1], 4096)) == [0]
 
 
 @pytest.mark.parametrize(
