@@ -54,4 +54,9 @@ def test_idle_time_belongs_to_no_step():
     watched.on_step(100.0)
     watched.on_store("b", range(16, 257, 16))
     watched.on_step(101.0)
-    assert reports == [([(0, 256)], 1.0)]
+    # Another request of an ended one's name.
+    watched.on_request_finished("b")
+    watched.on_lookup("b", 1040)
+    watched.on_store("b", range(1040, 2049, 16))
+    watched.on_step(102.0)
+    assert reports == [([(0, 256)], 1.0), ([(1024, 1024)], 1.0)]

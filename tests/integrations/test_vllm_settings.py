@@ -103,16 +103,14 @@ def test_read_settings_reads_tiers(tmp_path):
         ({"tiers": [{"path": "kv"}]}, "a tier needs a type"),
         ({"tiers": [{**DISK, "type": "dsk"}]}, "unknown tier 'dsk'.*did you mean 'disk'"),
         ({"lookup_deadline_s": 1}, f"lookup_deadline_s in {WHERE} need 'tiers'"),
+        ({"node_pool": "../a"}, r"node_pool must be true or a name"),
+        ({"node_pool": 3}, r"node_pool must be true or a name"),
+        ({"node_pool": True, "canonical_layout": True}, r"'node_pool' does not support 'canonical_layout'"),
     ],
 )
 def test_read_settings_refuses_invalid_settings(extra_config, message):
     with pytest.raises(ValueError, match=message):
         read_settings({**ROOM, **extra_config})
-
-
-def test_read_settings_needs_a_size():
-    with pytest.raises(ValueError, match="must have 'cpu_bytes_to_use'"):
-        read_settings({})
 
 
 @pytest.mark.usefixtures("disk_tier")
@@ -124,6 +122,7 @@ def test_read_settings_needs_a_size():
         ({"pool_folder": "/no/such"}, "pool_folder must be a folder in shared memory, got '/no/such'"),
         ({"node_pool": True, "tiers": [{**DISK, "path": "kv/{dp_rank}"}]}, "one tier serves all engines; leave"),
         ({"node_pool": True, "pool_folder": "/dev/shm"}, "leave 'pool_folder' out"),
+        ({"node_pool": True, "group_windows": [None, 2]}, "'group_windows' does not work with 'node_pool'"),
     ],
 )
 def test_read_settings_refuses_invalid_disk_tiers(extra_config, message):
@@ -162,19 +161,6 @@ def test_package_can_be_imported_without_vllm():
 def test_spec_without_vllm_names_it():
     with pytest.raises(ImportError, match="needs vLLM, which is not installed"):
         door.KVCacheOffloadingSpec  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"node_pool": "../a"}, r"node_pool must be true or a name"),
-        ({"node_pool": 3}, r"node_pool must be true or a name"),
-        ({"node_pool": True, "canonical_layout": True}, r"'node_pool' does not support 'canonical_layout'"),
-    ],
-)
-def test_invalid_node_pool_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        read_config({**ROOM, **options})
 
 
 def test_node_pool_is_imported_if_named():

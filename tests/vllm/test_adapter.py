@@ -106,9 +106,10 @@ def check_failed_store_is_announced(ours, monkeypatch):
     context = request(ours, "a", keys)
     ours.prepare_store(keys, context)
     ours.complete_store(keys[:2], context, success=False)
+    ours.complete_store(keys[2:], context, success=False)
     ours.prepare_store(keys[:1], context)
     assert [(event.keys, event.removed, event.metadata_only) for event in ours.take_events()] == [
-        (keys[1:2], True, True)
+        (keys[1:], True, True)
     ]
     assert list(ours.take_events()) == []
 
@@ -217,7 +218,9 @@ def test_use_counts_without_touch(loaded):
 @pytest.mark.parametrize("after_the_end", [False, True])
 def test_transfers_may_end_in_any_order(after_the_end):
     adapter = manager(num_blocks=8)
-    context = request(adapter, "r", keys_of("a", 6))
+    serve(adapter, "earlier", keys_of("b", 2))
+    context = request(adapter, "r", keys_of("a", 6), {"kvcache": "no"})
+    adapter.prepare_load(keys_of("b", 2), context)
     parts = [keys_of("a", 6)[i : i + 2] for i in (0, 2, 4)]
     for part in parts:
         adapter.prepare_store(part, context)
@@ -225,15 +228,23 @@ def test_transfers_may_end_in_any_order(after_the_end):
         adapter.on_request_finished(context)
     for part in (parts[1], parts[2], parts[0]):
         adapter.complete_store(set(part), context)
+    adapter.complete_load(set(keys_of("b", 2)), context)
+    adapter.on_request_finished(EngineContext(req_id="never announced"))
     assert found(adapter, *keys_of("a", 6)) == [LookupResult.HIT] * 6
-    assert adapter._manager.stats().num_pending == 0
+    stats = adapter._manager.stats()
+    # A request that is over is not opened again: its bad hint counts once.
+    assert (stats.num_pending, stats.num_referenced, stats.ignored_hints) == (0, 0, 1)
 
 
-def test_store_before_reset_is_not_later():
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_store_that_ended_is_not_later(is_reset):
     adapter = manager()
     context = request(adapter, "r", keys_of("a", 3))
     adapter.prepare_store([b"a0", b"a1"], context)
-    adapter.reset_cache()  # the engine discards the job
+    if is_reset:
+        adapter.reset_cache()  # the engine discards the job
+    else:
+        adapter.complete_store({b"a0", b"a1"}, context, success=False)
     adapter.prepare_store([b"a0", b"a2"], context)
     adapter.complete_store({b"a0", b"a2"}, context)
     assert found(adapter, b"a0", b"a1", b"a2") == [LookupResult.HIT, LookupResult.MISS, LookupResult.HIT]

@@ -1,5 +1,6 @@
 """Our manager over vLLM's own worker: geometry, specs and host blocks are vLLM's."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvcache.integrations.vllm import KVCacheOffloadingSpec
+from kvcache.transfer.shared_file import private_folder
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +63,18 @@ def test_engine_worker_memory_needs_one_block():
 
 @pytest.fixture
 def engine(tmp_path):
-    """Our manager with a disk below eight host blocks of two ranks."""
+    """Our manager with a disk below eight host blocks of two ranks; a killed engine has left its region behind."""
+    killed = Path(f"/dev/shm/vllm_offload_killed-{os.getpid()}.mmap")
+    killed.write_bytes(bytes(PAGE))
+    private_folder().joinpath(f"record-{killed.name}").touch(0o600)
     tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}
     made = EngineTiering([tier], num_chunks=8, policy={"cache_policy": "lru"}, is_ours=True, tp=2)
+    assert not killed.exists()
+    pattern = f"**/*{made.spec.config.engine_id}*"
+    assert len(list(Path("/dev/shm").glob(pattern))) == 2  # the region and its record
     yield made
     made.close()
-    assert not list(Path("/dev/shm").glob(f"*{made.spec.config.engine_id}*"))
+    assert not list(Path("/dev/shm").glob(pattern))
 
 
 def test_blocks_of_ranks_return_from_tier(engine):

@@ -150,18 +150,22 @@ def test_aborted_request_leaves_its_end_first(make, windows):
     assert leaving(engine) == ([(1, 7), (1, 8), (0, 8)] if windows == SLIDING else [(1, 8)])
 
 
-@MODELS
-def test_failed_store_ends_its_boundary(make, windows):
+# Also a part of a boundary that fails after the boundary was made, when its request has ended.
+@pytest.mark.parametrize(
+    ("windows", "failed"), [(SLIDING, (1, 10)), (SLIDING, (1, 8)), (STATES, (1, 10)), (STATES, (2, 10))]
+)
+def test_failed_store_ends_its_boundary(make, windows, failed):
     engine = make(windows)
     complete, engine.manager.complete_store = (
         engine.manager.complete_store,
-        lambda keys, context: complete(keys, context, success=not any(engine.names[key] == (1, 10) for key in keys)),
+        lambda keys, context: complete(keys, context, success=not any(engine.names[key] == failed for key in keys)),
     )
     serve(engine, FIRST)
     engine.manager.complete_store = complete
     for expected in (0, 10):
         engine.scheduler.reset_prefix_cache()
         assert serve(engine, FIRST) == [expected]
+        assert leaving(engine) == []
 
 
 @MODELS
@@ -224,6 +228,11 @@ def log(monkeypatch):
     lines = []
     monkeypatch.setattr(spec.logger, "info", lambda text, *values: lines.append(text % values))
     return lines
+
+
+def test_chosen_policy_or_tiers_use_lru(make):
+    for options in ({"cache_policy": "lru"}, {"tiers": [{"type": "memory", "capacity": "1MiB"}]}):
+        assert type(make(SLIDING, **options).policy).__name__ == "LRUCachePolicy"
 
 
 def test_named_windows_replace_those_of_vllm(make, log):

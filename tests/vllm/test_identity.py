@@ -57,7 +57,7 @@ def write_weights(folder, seed):
     return folder
 
 
-def taken(model, **of_engine):
+def taken(model, of_blocks=None, **of_engine):
     """Return the fingerprint of an engine of one group on one rank; without a model, of an unknown engine."""
     config = SimpleNamespace(
         model=SimpleNamespace(name="name", dtype="float32"),
@@ -67,6 +67,7 @@ def taken(model, **of_engine):
         worker_kv_bytes_per_block=4096,
         parallel=SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1),
     )
+    vars(config).update(of_blocks or {})
     fields = {
         "model_config": model,
         "load_config": SimpleNamespace(load_format="auto", download_dir=None),
@@ -102,8 +103,23 @@ def test_fingerprint_changes_with_each_setting(folder, of_model, of_engine, fiel
     assert differing(taken(model_config(folder)), found) == {field}
 
 
-def test_fingerprint_differs_by_lora_dtype(folder):
-    loras = [SimpleNamespace(lora_dtype=dtype, default_mm_loras=None) for dtype in (torch.float16, torch.float32)]
+@pytest.mark.parametrize(
+    ("name", "value", "fields"),
+    [
+        ("kv_cache_layout", "NHD", {"layout"}),
+        ("model", SimpleNamespace(name="name", dtype="fp8"), {"dtype"}),
+        ("groups", [SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("layer", "2"))], {"groups"}),
+        ("cache", SimpleNamespace(blocks_per_chunk=2, tokens_per_hash=8), {"blocks_per_chunk", "tokens_per_hash"}),
+        ("worker_kv_bytes_per_block", 8192, {"bytes_per_block"}),
+    ],
+)
+def test_fingerprint_changes_with_blocks(folder, name, value, fields):
+    assert differing(taken(model_config(folder)), taken(model_config(folder), {name: value})) == fields
+
+
+@pytest.mark.parametrize("field", ["lora_dtype", "default_mm_loras"])
+def test_fingerprint_differs_by_lora(folder, field):
+    loras = [SimpleNamespace(**{field: value}) for value in ("one", "two")]
     assert differing(*[taken(model_config(folder), lora_config=lora) for lora in loras]) == {"lora"}
 
 

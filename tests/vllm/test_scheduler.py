@@ -115,6 +115,20 @@ def test_chunked_requests_lose_tails_first(make_engine):
         assert engine.stats.loaded_blocks > before, f"request {number}"
 
 
+def test_loaded_tokens_are_no_prefill(make_engine):
+    tier = {"type": "memory", "capacity": "64MiB", "arbiter": True}
+    engine = make_engine(400, 200, has_device_cache=False, cpu_bytes_to_use=200 * 4096, tiers=[tier])
+    prompt, reports = tokens(1, 64), []
+    engine.manager._tiered.report_prefills = lambda parts, seconds: reports.append((*parts, round(seconds, 3)))
+    for number, token_ids in enumerate([prompt, prompt + tokens(2, 48)]):
+        engine.add(str(number), [*token_ids, 2])
+        engine.drain()
+        CLOCK.now_s += 100  # no request runs
+    assert reports == [((first, 256), 0.1) for first in range(0, 7 * 256, 256)]
+    assert engine.loaded_blocks == 64
+    assert engine.manager._watch._end_of == {}
+
+
 class PacedTier(MemoryTier):
     """Host memory whose loads take 0.1 s of the simulated clock a block; a step computes 16 blocks in that time."""
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,6 +106,7 @@ def test_tier_evicted_blocks_return_equal(make, entry):
     assert engine.load(keys(100)) == 0
     stats = engine.manager.get_stats().reduce()
     assert sum(value for name, value in stats.items() if "tiering_promotion_job_failures" in name) == 0
+    assert not engine.tier._requests
 
 
 def test_tier_drain_and_reset_keep_blocks(make, entry):
@@ -121,6 +123,29 @@ def test_tier_shut_down_twice_ends_once(make, disk):
     engine = make(disk())
     engine.tier.shutdown()
     engine.close()
+    assert engine.spec.config.engine_id not in Path("/proc/self/maps").read_text()
+
+
+def run(tier, context, is_load, *jobs):
+    """Run jobs of blocks and chunks to their end; return success, loaded blocks and bytes of each."""
+    results = []
+    for job_id, (blocks, chunks) in enumerate(jobs):
+        job = TransferJob(job_id, blocks, np.array(chunks, np.int32), is_load, context)
+        (tier.submit_load if is_load else tier.submit_store)(job)
+    assert tier.has_pending_work()
+    wait_until(lambda: results.extend(tier.get_finished_jobs()) or len(results) == len(jobs))
+    assert not tier._engine_jobs
+    results.sort(key=lambda one: one.job_id)
+    return [(one.success, sorted(one.successful_keys or ()), one.transfer_bytes) for one in results]
+
+
+def test_ended_store_changes_answer(make, disk):
+    tier = (engine := make(disk())).tier
+    tier.on_request_finished(base.ReqContext("never announced"))
+    context = engine.request(keys(0))
+    assert tier.lookup(key(0), context) is base.LookupResult.MISS
+    assert run(tier, context, False, (keys(0), [0])) == [(True, [], PAGE)]
+    assert tier.lookup(key(0), context) is base.LookupResult.HIT
 
 
 def test_tier_reports_each_job_once(make, entry):
@@ -128,23 +153,13 @@ def test_tier_reports_each_job_once(make, entry):
     tier, view = engine.tier, engine.view
     context = engine.request()
 
-    def run(is_load, *jobs):
-        results = []
-        for job_id, (blocks, chunks) in enumerate(jobs):
-            job = TransferJob(job_id, blocks, np.array(chunks, np.int32), is_load, context)
-            (tier.submit_load if is_load else tier.submit_store)(job)
-        assert tier.has_pending_work()
-        wait_until(lambda: results.extend(tier.get_finished_jobs()) or len(results) == len(jobs))
-        assert not tier.has_pending_work()
-        results.sort(key=lambda one: one.job_id)
-        return [(one.success, sorted(one.successful_keys or ()), one.transfer_bytes) for one in results]
-
     for number in range(4):
         view[number] = engine.content(key(number))
-    assert run(False, (keys(0, 1), [0, 1]), (keys(2, 3), [2, 3])) == [(True, [], 2 * PAGE)] * 2
+    assert run(tier, context, False, (keys(0, 1), [0, 1]), (keys(2, 3), [2, 3])) == [(True, [], 2 * PAGE)] * 2
+    assert not tier.has_pending_work()
     assert state_after(tier.take_events()) == set(keys(0, 1, 2, 3))
     # A load of absent blocks fails for these blocks only, and no load is an event.
-    assert run(True, (keys(3, 50, 0), [8, 9, 10]), (keys(60), [11])) == [
+    assert run(tier, context, True, (keys(3, 50, 0), [8, 9, 10]), (keys(60), [11])) == [
         (False, keys(0, 3), 2 * PAGE),
         (False, [], 0),
     ]
@@ -152,6 +167,10 @@ def test_tier_reports_each_job_once(make, entry):
     assert state_after(tier.take_events()) == set()
     # The request does not wait for them again.
     assert {tier.lookup(one, context) for one in keys(50, 60)} == {base.LookupResult.MISS}
+    tier.touch(keys(0), context)
+    assert tier.has_pending_work()
+    tier.on_schedule_end(None)
+    assert not tier.has_pending_work()
 
 
 def test_tier_groups_are_not_mixed(make, entry):
@@ -224,6 +243,9 @@ def test_tier_damaged_blocks_are_never_served(make, disk, tmp_path):
             file.write(bytes(64))
     # `load` checks the bytes. A block is missing in the middle, the others are kept.
     assert engine.load(keys(*range(8))) == 2
+    prompt = engine.request(keys(*range(8)))
+    hit, miss = base.LookupResult.HIT, base.LookupResult.MISS
+    assert [engine.tier.lookup(one, prompt) for one in keys(0, 2, 3)] == [hit, miss, hit]
     assert engine.load(keys(0, 1, 3, 4, 6, 7)) == 6
     assert (engine.counters.corrupt_blocks, engine.counters.num_held) == (2, 6)
     assert state_after(engine.events) == set(keys(0, 1, 3, 4, 6, 7))
@@ -245,16 +267,22 @@ def test_tier_failing_disk_costs_blocks_only(make, disk, fault, monkeypatch):
         engine.forget_host()
         monkeypatch.setattr(BlockStore, "read", fail)
         # Every request tries once at most, then the breaker keeps requests from the disk.
-        for _ in range(8):
+        for number in range(8):
             assert engine.load(keys(*range(4))) == 0
-        assert 1 <= engine.counters.io_errors <= 4
+            assert engine.counters.io_errors == min(number + 1, 3)
     else:
         monkeypatch.setattr(BlockStore, "write", fail)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.tier._controller.tier, "submit_store", lambda *_: False)
+            assert run(engine.tier, engine.request(), False, (keys(30), [0])) == [(False, [], 0)]
+        assert run(engine.tier, engine.request(), False, (keys(30), [0])) == [(False, [], 0)]
         for number in range(10, 18):
             engine.write(number)
         assert 1 <= engine.counters.io_errors <= 4
         assert engine.load(keys(*range(10, 18))) == 8
     assert getattr(engine.tier._controller.stats(), f"{fault}s") == "open"
+    # The tier takes no job now.
+    assert run(engine.tier, engine.request(), fault == "read", (keys(0), [0])) == [(False, [], 0)]
 
 
 def test_tier_hung_disk_holds_half_memory(make, disk, hang):

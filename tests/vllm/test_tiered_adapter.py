@@ -1,15 +1,21 @@
 """The adapter over tiers, with vLLM's types and no engine."""
 
+import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from engine_tiering import PAGE, engine_spec_config
 from test_adapter import check_failed_store_is_announced, keys_of, request, store
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult
 
-from kvcache.integrations.vllm import KVCacheOffloadingSpec
+from kvcache.integrations.vllm import KVCacheOffloadingSpec, tiered
 from kvcache.integrations.vllm.releases import installed_release
+from kvcache.integrations.vllm.tiered import SharedPool
+from kvcache.specs import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, CPULoadStoreSpec
+from kvcache.transfer.shared_file import SharedBlocks
 
 BLOCK_SIZE = 16
 
@@ -37,8 +43,9 @@ def make(tmp_path):
 
 
 def test_refused_options_close_the_tiers(make, tmp_path):
-    with pytest.raises(ValueError, match="what_if"):
-        make(what_if=1)
+    for options in ({"what_if": 1}, {"canonical_layout": True}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            make(**options)
     assert [path for path in (tmp_path / "pool").rglob("*") if path.is_file()] == []
     # A tier that had stayed open would hold the folder's lock.
     assert make().get_stats() is not None
@@ -52,6 +59,65 @@ def test_tier_descriptions_name_size_and_blocks(make):
     assert make().tier_descriptions() == ["tier DISK of 215 blocks, 3 found"]
     (line,) = make(tiers=[{"type": "valkey", "url": "valkey://127.0.0.1:1"}]).tier_descriptions()
     assert line.startswith("tier VALKEY of unknown size")
+
+
+def test_ranks_copy_blocks_of_one_pool(make, tmp_path):
+    tiers = [{"type": "memory", "capacity": "1MiB"}]
+    options = {"cpu_bytes_to_use": 8 * PAGE, "pool_folder": str(tmp_path / "pool"), "tiers": tiers}
+    config = engine_spec_config(options, tp=2, bytes_per_block=96)
+    caches = [torch.arange(4 * 96, dtype=torch.int32).to(torch.int8).reshape(4, 96) + rank for rank in range(2)]
+    expected, workers = [cache[[3, 1]] for cache in caches], []
+    for rank, cache in enumerate(caches):
+        spec = KVCacheOffloadingSpec(replace(config, parallel=replace(config.parallel, rank=rank)))
+        known = CanonicalKVCaches([CanonicalKVCacheTensor(cache, 96)], [[CanonicalKVCacheRef(0, 96)]])
+        workers.append(spec.get_worker(known))
+        assert spec.get_worker(known) is workers[-1]
+    device = base.GPULoadStoreSpec([3, 1], group_sizes=[2], block_indices=[0])
+    # Until a scheduler owns the pool, no tier would read the blocks.
+    assert workers[0].submit_store(1, device, CPULoadStoreSpec([0, 1])) is False
+    spec = KVCacheOffloadingSpec(config)
+    adapter = spec.get_manager()
+    assert spec.get_manager() is adapter
+    context, keys = request(adapter, "r", keys_of("a", 2)), keys_of("a", 2)
+
+    def copy(method, *specs):
+        for worker in workers:
+            assert getattr(worker, f"submit_{method}")(7, *specs)
+            worker.wait({7})
+            assert [(result.job_id, result.success) for result in worker.get_finished()] == [(7, True)]
+
+    host = adapter.prepare_store(keys, context).store_spec
+    copy("store", device, host)
+    adapter.complete_store(set(keys), context)
+    for cache in caches:
+        cache.zero_()
+    copy("load", adapter.prepare_load(keys, context), device)
+    assert all(torch.equal(*pair) for pair in zip([cache[[3, 1]] for cache in caches], expected, strict=True))
+    assert list(adapter.config_info()[0].values()) == [4, 8 * PAGE]
+    for worker in workers:
+        worker.shutdown()
+        assert worker.submit_store(8, device, host) is False
+    adapter.shutdown()
+
+
+def test_pool_of_running_engine_is_refused(tmp_path, monkeypatch):
+    config, asked = engine_spec_config({}, tp=2), []
+    monkeypatch.setattr(tiered, "check_memory", asked.append)
+    worker = SharedPool(config, str(tmp_path), 4, PAGE, is_owner=False)
+    owner = SharedBlocks(worker.path, 4, 2 * PAGE, is_owner=True)
+    with pytest.raises(ValueError, match="belongs to a running engine of the same engine_id"):
+        SharedPool(config, str(tmp_path), 4, PAGE, is_owner=False)
+    # The first of an engine's processes makes the memory of all ranks.
+    assert asked == [8 * PAGE]
+    owner.close()
+    worker.close()
+
+
+def test_what_if_ends_with_its_engine(make):
+    adapter = make(what_if=True)
+    for is_alive in (True, False):
+        assert ("kvcache-what-if" in {thread.name for thread in threading.enumerate()}) is is_alive
+        adapter.shutdown()
 
 
 def serve(adapter, req_id, keys):
@@ -91,6 +157,8 @@ def test_working_tiers_count_as_available(make):
     assert (sent["vllm:kvcache_tier_unavailable" + tier], sent["vllm:kvcache_tier_held_blocks" + tier]) == (0, 2)
     assert (sent["vllm:kvcache_tier_corrupt_blocks" + tier], sent["vllm:kvcache_tier_io_errors" + tier]) == (0, 0)
     assert sent.keys() >= {"vllm:kvcache_tier_reads_breaker:('0', 'DISK', 'closed')"}
+    serve(adapter, "b", keys_of("b", 1))
+    assert adapter.get_stats().reduce()["vllm:kvcache_tier_written_blocks" + tier] == 1
 
 
 def test_failed_store_above_tier_is_announced(make, monkeypatch):
