@@ -32,7 +32,7 @@ from kvcache import (
 )
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.local_server import LocalServer
-from kvcache.exporters.prometheus import PrometheusExporter, TelemetryCollector, start_server
+from kvcache.exporters.prometheus import PrometheusExporter, PrometheusOptions, TelemetryCollector, start_server
 from kvcache.metrics import Part
 from kvcache.tiers.memory import MemoryTier
 from kvcache.transfer.worker import OffloadingWorker
@@ -141,7 +141,9 @@ def test_transfers_are_reported_by_direction(caplog: pytest.LogCaptureFixture) -
     assert len(worker.get_finished()) == 3
     telemetry = Telemetry(None, labels={"engine": "e", "rank": "2", "policy": "arc"})
     telemetry.sources.append(worker.parts)
-    exporter = start_server(telemetry, 0)
+    exporter = PrometheusExporter.make(PrometheusOptions(port=0), telemetry)
+    assert ":2/" not in exporter.address  # no port of rank 2, but any free one
+    telemetry.exporters.append(exporter)
     found = values(fetch(exporter.address))
     way = frozenset({("source", "GPU"), ("destination", "CPU")})
     assert found["kvcache_transfer_jobs_total", way] == 3
