@@ -70,8 +70,7 @@ def test_failed_start_gives_parts_back(path):
     manager.shutdown()
 
 
-def test_single_lookups_are_written_as_runs(path, monkeypatch):
-    monkeypatch.setattr("kvcache.recorder.recorder._FLUSH_S", 0.001)  # runs are cut
+def test_single_lookups_are_written_as_runs(path):
     manager = CPUOffloadingManager(16, 400)
     keys = [key(number) for number in range(300)]
     with Recorder(manager, path, salt="ours") as recorder:

@@ -132,6 +132,7 @@ def test_foreign_lock_is_awaited_within_bounds(path, is_owner, monkeypatch):
 def test_owner_is_accepted_beside_worker(path, monkeypatch):
     monkeypatch.setattr(shared_file, "_OWNER_TIMEOUT_S", 60)
     worker = blocks_at(path, is_owner=False)
+    assert not worker.has_owner()
     # The lock that `has_owner` takes, held for longer.
     fd = os.open(path, os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_SH)
