@@ -79,6 +79,7 @@ class Names:
         """Let another process use the directory, unless a thread that hangs may still replace the file."""
         if self._lock_fd >= 0 and not (self._thread and self._thread.is_alive):
             os.close(self._lock_fd)
+            self._lock_fd = -1
 
     def _run(self, work: Callable[[], object]) -> None:
         """Run I/O in a thread of its own; raise its error, or an OSError if it hangs, or the work before it does."""
