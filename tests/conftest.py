@@ -197,6 +197,14 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 @pytest.fixture
+def open_files(tmp_path: Path) -> Callable[[], list[str]]:
+    """A function that returns this process's open files below `tmp_path`, deleted ones among them."""
+    return lambda: [
+        path for fd in Path("/proc/self/fd").iterdir() if (path := str(fd.resolve())).startswith(f"{tmp_path}/")
+    ]
+
+
+@pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run the `kvcache` command in this process; return exit status, standard output and standard error."""
     # Import here, so that a missing package can skip the test; the command would turn it into an exit status.

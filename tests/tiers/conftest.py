@@ -66,10 +66,8 @@ def opened():
 
 
 @pytest.fixture
-def bench(tmp_path, opened):
-    descriptors = Path("/proc/self/fd")
-    before = len([*descriptors.iterdir()])
+def bench(tmp_path, opened, open_files):
     yield DiskBench(tmp_path / "tier", opened)
     for tier in opened:
         tier.shutdown()
-    assert len([*descriptors.iterdir()]) == before, "a file is left open"
+    assert open_files() == []
