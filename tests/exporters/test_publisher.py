@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -431,36 +432,25 @@ def test_too_long_request_closes_the_connection(publisher, is_request):
     assert publisher.stats()["rejected_requests"] == 0
 
 
-class Clients:
-    """A ROUTER socket with the requests of three clients; those that are silent read nothing."""
-
-    def __init__(self):
-        self.requests, self.sent = [[name, b"", bytes(8)] for name in (b"silent", b"long", b"late")], []
-
-    def poll(self, timeout_ms):
-        return len(self.requests)
-
-    def recv_multipart(self):
-        return self.requests.pop(0)
-
-    def send_multipart(self, frames):
-        if frames[0] == b"silent":
-            raise zmq.ZMQError(zmq.EAGAIN)
-        self.sent.append(frames[0])
-
-
 def test_clients_get_replies_in_turns(monkeypatch):
     monkeypatch.setattr(replies_module, "_STANDSTILL_S", 1)
+    requests, sent = [[name, b"", bytes(8)] for name in (b"silent", b"long", b"late")], []
+
+    def send(frames):
+        if frames[0] == b"silent":
+            raise zmq.ZMQError(zmq.EAGAIN)
+        sent.append(frames[0])
+
     buffer = replies_module.ReplayBuffer(b"", 1000)
     for _ in range(600):
         buffer.add(b"")
     with zmq.Context() as context:
         replies = replies_module.Replies(context)
         replies.socket.close()
-        clients = replies.socket = Clients()
+        replies.socket = Mock(poll=lambda _: len(requests), recv_multipart=lambda: requests.pop(0), send_multipart=send)
         for num_sent in (256, 512, 601, 601):
             assert replies.answer(buffer.messages)
-            assert [clients.sent.count(name) for name in (b"long", b"late")] == [num_sent] * 2
+            assert [sent.count(name) for name in (b"long", b"late")] == [num_sent] * 2
         assert replies.num_rejected == 0
         until(lambda: not replies.answer(buffer.messages))
         assert replies.num_rejected == 1

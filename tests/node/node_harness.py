@@ -41,9 +41,7 @@ class Node:
         self.start()
         for manager in self.managers:
             manager.owner_figures()  # without an answer
-            while not manager._link.is_ready:
-                time.sleep(0.001)
-                manager.on_schedule_end()
+            wait_for(lambda manager=manager: manager.on_schedule_end() or manager._link.is_ready)
 
     def engine(self, name, options=None, patience_s=10.0, num_groups=1, num_workers=0, **identity):
         hello = greeting(name, {**self.identity, **identity}, options or self.options, num_workers=num_workers)
@@ -110,3 +108,11 @@ def turn(manager, keys, context, use_positions=True):
     manager.on_request_finished(context, use_positions=use_positions)
     manager.on_schedule_end()
     return hits
+
+
+def wait_for(condition, timeout_s=100):
+    end_s = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+    return result

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from node_harness import BLOCK_BYTES, key_of, prompt, turn
+from node_harness import BLOCK_BYTES, key_of, prompt, turn, wait_for
 
 from kvcache import ReqContext
 from kvcache.metrics import samples_of
@@ -39,14 +39,6 @@ def folder():
     for file in path.iterdir():
         file.unlink()
     path.rmdir()
-
-
-def wait_for(condition, timeout_s=100):
-    end_s = time.monotonic() + timeout_s
-    while not (result := condition()):
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
-    return result
 
 
 def test_other_engines_are_refused_by_difference(node):
