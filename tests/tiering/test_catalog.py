@@ -124,6 +124,9 @@ def test_deleted_block_stored_again_stays():
     catalog.delete(KEYS[1:2])
     catalog.end_store(catalog.begin_store(KEYS[1:2]).keys, KEYS[1:2])
     assert catalog.begin_store(KEYS[2:3]).evicted == KEYS[:1]
+    # A key that a job names twice is written once.
+    catalog.forget(KEYS[1:2], KEYS[1:2])
+    assert catalog.begin_store(KEYS[1:2] * 2).keys == KEYS[1:2]
 
 
 def test_query_takes_keys_that_wait(monkeypatch):
