@@ -48,7 +48,7 @@ def test_objects_of_all_names_come_back(harness, tmp_path):
         l2 = harness()
     assert l2.load({object_key(0): content(0, 100_000)}) == []  # of another size
     assert l2.store({**objects([9]), **objects([9], model="new")}) > 0
-    # A line for each name; nobody else may read the salts.
+    # Each name has a line. Other users cannot read the file.
     assert sum(map(bool, (tmp_path / "l2" / "names").read_bytes().splitlines())) == len(names) + 1
     assert (tmp_path / "l2" / "names").stat().st_mode & 0o077 == 0
 
