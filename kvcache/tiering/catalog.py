@@ -195,7 +195,7 @@ class SlotCatalog(Catalog):
         return Placement(placed, slots, list(range(first_seq, self.last_seq + 1)), [], output.evicted_keys)
 
     def end_store(self, keys: list[bytes], stored: list[bytes]) -> None:
-        again = [key for key in dict.fromkeys(keys) if key in self._bad] if self._bad else []
+        again = [key for key in keys if key in self._bad] if self._bad else []
         if again:
             self._blocks.unpin(again)
             # A store that failed may have left the old record.
@@ -338,7 +338,7 @@ class RemoteCatalog(Catalog):
 
     def begin_store(self, keys: list[bytes]) -> Placement:
         now_s = time.monotonic()
-        absent = [key for key in dict.fromkeys(keys) if key in self._bad or not self._existence.is_held(key, now_s)]
+        absent = [key for key in keys if key in self._bad or not self._existence.is_held(key, now_s)]
         return Placement(absent, None, None, [], [])
 
     def end_store(self, keys: list[bytes], stored: list[bytes]) -> None:
@@ -346,7 +346,7 @@ class RemoteCatalog(Catalog):
         self._existence.learn(stored, True, time.monotonic())
 
     def begin_load(self, keys: list[bytes]) -> Placement:
-        missed = [key for key in dict.fromkeys(keys) if key in self._bad]
+        missed = [key for key in keys if key in self._bad]
         return Placement([key for key in keys if key not in self._bad], None, None, missed, [])
 
     def forget(self, lost: list[bytes], corrupt: Sequence[bytes] = ()) -> list[bytes]:
