@@ -30,7 +30,7 @@ from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.valkey import ValkeyTier
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
 
 LINK_BYTES_PER_S = 50e6
 BLOCK_BYTES = 1 << 20

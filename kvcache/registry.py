@@ -185,14 +185,14 @@ TIERS = Registry(
         "mooncake": "kvcache.tiers.mooncake:MooncakeTier",
         "valkey": "kvcache.tiers.valkey:ValkeyTier",
     },
-    "kvcache.tiering.tier:Tier",
+    "kvcache.tiers.base.tier:Tier",
 )
 
 CODECS = Registry(
     "codec",
     "kvcache.codecs",
     {"fp8": "kvcache.tiers.codecs.fp8:Fp8Codec", "zstd": "kvcache.tiers.codecs.zstd:ZstdCodec"},
-    "kvcache.tiering.codec:Codec",
+    "kvcache.tiers.base.codec:Codec",
 )
 
 SPECS = Registry(

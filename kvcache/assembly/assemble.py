@@ -46,11 +46,11 @@ from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.rates import check_prefill_rate
 from kvcache.tiering.store import KeyedStore
-from kvcache.tiering.tier import Tier
+from kvcache.tiers.base.tier import Tier
 from kvcache.version import __version__
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
     from kvcache.transfer.shared_file import SharedBlocks
     from kvcache.transfer.worker import OffloadingWorker
 

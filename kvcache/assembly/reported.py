@@ -23,7 +23,7 @@ from kvcache.metrics import (
 )
 from kvcache.tiering.controller import TierControllerStats
 from kvcache.tiering.pending import PromotionStats
-from kvcache.tiering.tier import CodecTierStats
+from kvcache.tiers.base.tier import CodecTierStats
 
 
 def every_sample(with_transfers: bool = True) -> list[Sample]:

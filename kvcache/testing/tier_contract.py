@@ -18,11 +18,11 @@ import pytest
 
 from kvcache.request import ReqContext
 from kvcache.testing.bounded import HangError, run_within
-from kvcache.tiering.job_tier import JobTier
-from kvcache.tiering.tier import Tier
+from kvcache.tiers.base.job_tier import JobTier
+from kvcache.tiers.base.tier import Tier
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks, TierResult
+    from kvcache.tiers.base.tier import HostBlocks, TierResult
 
 _NUM_HOST_BLOCKS = 64
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.options import check_int
-from kvcache.tiering.tier import Tier, TierResult, TierStats, checked_host_blocks, reset_tier
+from kvcache.tiers.base.tier import Tier, TierResult, TierStats, checked_host_blocks, reset_tier
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kvcache.core.histogram import Histogram
 from kvcache.metrics import JOB_EXPONENTS
-from kvcache.tiering.log_limiter import LogLimiter
+from kvcache.tiers.base.log_limiter import LogLimiter
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -19,13 +19,13 @@ from kvcache.metrics import HistogramData, counter, gauge, histogram, state
 from kvcache.options import Options, choice_of, option, parse_count, parse_duration, parse_flag
 from kvcache.tiering.breaker import BREAKER_STATES, Direction, Faults
 from kvcache.tiering.rates import LinkRate
-from kvcache.tiering.tier import TierResult, TierStats, reset_tier
+from kvcache.tiers.base.tier import TierResult, TierStats, reset_tier
 from kvcache.tiering.uses import UseQueue
 from kvcache.tiering.write_policy import Backlog
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
-    from kvcache.tiering.tier import Tier
+    from kvcache.tiers.base.tier import Tier
 
 _LOG = logging.getLogger(__name__)
 WRITE_POLICIES = ("write_through", "write_back", "write_through_selective")

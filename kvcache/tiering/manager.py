@@ -33,14 +33,14 @@ from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, 
 from kvcache.tiering.pending import PendingRequests
 from kvcache.tiering.promotion import Promotion
 from kvcache.tiering.steady_clock import SteadyClock
-from kvcache.tiering.tier import Tier
+from kvcache.tiers.base.tier import Tier
 from kvcache.tiering.writing import Writing
 
 if TYPE_CHECKING:
     from kvcache.control.observers.what_if import WhatIf
     from kvcache.policies.base import CachePolicy
     from kvcache.tiering.controller import TierControllerStats, TierJob
-    from kvcache.tiering.tier import TierResult
+    from kvcache.tiers.base.tier import TierResult
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 
-from kvcache.tiering.log_limiter import LogLimiter
+from kvcache.tiers.base.log_limiter import LogLimiter
 
 _LOG = logging.getLogger(__name__)
 

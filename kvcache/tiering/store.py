@@ -23,13 +23,13 @@ import numpy as np
 from kvcache.metrics import Labels, Part
 from kvcache.options import check_int
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
-from kvcache.tiering.tier import Tier, TierResult, host_rows
+from kvcache.tiers.base.tier import Tier, TierResult, host_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvcache.tiering.controller import TierControllerStats
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
 
     Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
     OpenTier = Callable[[HostBlocks], tuple[Tier, TierConfig]]

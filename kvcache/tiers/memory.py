@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvcache.options import Component, Options, check_int, option, parse_policy, parse_size, parse_threads
-from kvcache.tiering.codec import Codec, make_codec, parse_codec, stored_form
-from kvcache.tiering.job_tier import JobTier, TierBatch
+from kvcache.tiers.base.codec import Codec, make_codec, parse_codec, stored_form
+from kvcache.tiers.base.job_tier import JobTier, TierBatch
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
 
 
 @dataclass(frozen=True)

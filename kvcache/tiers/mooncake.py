@@ -42,13 +42,13 @@ from kvcache.options import (
     parse_text,
     parse_threads,
 )
-from kvcache.tiering.codec import Codec, parse_codec
-from kvcache.tiering.job_tier import BlockOutcome, TierBatch
-from kvcache.tiering.log_limiter import LogLimiter
+from kvcache.tiers.base.codec import Codec, parse_codec
+from kvcache.tiers.base.job_tier import BlockOutcome, TierBatch
+from kvcache.tiers.base.log_limiter import LogLimiter
 from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = b"kvcache mooncake 2"

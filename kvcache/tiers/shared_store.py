@@ -23,12 +23,12 @@ from hmac import compare_digest
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from kvcache.tiering.checksum import SEAL_BYTES, Namespace
-from kvcache.tiering.codec import Codec, stored_form
-from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch
+from kvcache.tiers.base.checksum import SEAL_BYTES, Namespace
+from kvcache.tiers.base.codec import Codec, stored_form
+from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierBatch
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
 
     Seal = bytes | bytearray | memoryview
 

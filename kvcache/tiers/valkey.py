@@ -34,13 +34,13 @@ from kvcache.options import (
     parse_threads,
     without_secrets,
 )
-from kvcache.tiering.codec import Codec, parse_codec
-from kvcache.tiering.job_tier import BlockOutcome, TierBatch
+from kvcache.tiers.base.codec import Codec, parse_codec
+from kvcache.tiers.base.job_tier import BlockOutcome, TierBatch
 from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier
 from kvcache.tiers.valkey_wire import MISSING, Channel, ServerError, channel, pack, pack_set
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
 
 PASSWORD_VARIABLE = "KVCACHE_VALKEY_PASSWORD"
 _FORMAT = b"kvcache valkey 2"

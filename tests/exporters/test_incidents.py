@@ -38,7 +38,7 @@ from kvcache.metrics import (
     TransferStats,
 )
 from kvcache.testing.tiers import ManualTier
-from kvcache.tiering.tier import TierResult
+from kvcache.tiers.base.tier import TierResult
 
 STEP_MIN = 5
 # Two hours of yesterday, and the same two of today; the incident begins half an hour into today's.

@@ -18,7 +18,7 @@ from kvcache.lab.traces.recorded_trace import RecordedTrace
 from kvcache.recorder import ops
 from kvcache.recorder.format import Recording, RecordingError
 from kvcache.recorder.recorder import Recorder
-from kvcache.tiering.tier import TierResult
+from kvcache.tiers.base.tier import TierResult
 
 
 @pytest.mark.parametrize("policy", COMPILED)

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 from disks import SCALE, Disk
 
-from kvcache.tiering import job_tier
+from kvcache.tiers.base import job_tier
 from kvcache.tiers.disk.header import TierDirectoryError
 
 KEYS = [b"block-%06d" % number for number in range(200)]

@@ -10,9 +10,9 @@ import time
 import numpy as np
 
 from kvcache.request import ReqContext
-from kvcache.tiering import lifecycle
+from kvcache.tiers.base import lifecycle
 from kvcache.tiering.controller import TierConfig
-from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierContents
+from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierContents
 from kvcache.tiering.manager import TieredOffloadingManager
 
 BUDGET = int(os.environ.get("KVCACHE_STRESS", "1"))

@@ -8,12 +8,12 @@ import pytest
 from stores import until
 
 from kvcache import ReqContext
-from kvcache.tiering import catalog as catalog_module
-from kvcache.tiering import lifecycle
-from kvcache.tiering.batch import Counts
-from kvcache.tiering.catalog import Catalog, RemoteCatalog, SlotCatalog
-from kvcache.tiering.io_threads import IOThreads
-from kvcache.tiering.lifecycle import Lifecycle, State
+from kvcache.tiers.base import catalog as catalog_module
+from kvcache.tiers.base import lifecycle
+from kvcache.tiers.base.batch import Counts
+from kvcache.tiers.base.catalog import Catalog, RemoteCatalog, SlotCatalog
+from kvcache.tiers.base.io_threads import IOThreads
+from kvcache.tiers.base.lifecycle import Lifecycle, State
 
 KEYS = [bytes([number]) * 4 for number in range(1, 13)]
 

@@ -10,7 +10,7 @@ from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiering.tier import TierResult
+from kvcache.tiers.base.tier import TierResult
 
 NUM_BLOCKS = 8
 PROMPTS = [[letter.encode() for letter in text] for text in ("abcd", "abef", "ghij", "klm", "gnop")]

@@ -14,13 +14,13 @@ from stores import store as save
 
 from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.options import Options, option
-from kvcache.tiering import existence, job_tier, lifecycle
+from kvcache.tiers.base import existence, job_tier, lifecycle
 from kvcache.tiering.breaker import Direction
-from kvcache.tiering.catalog import SlotCatalog
-from kvcache.tiering.codec import parse_codec
-from kvcache.tiering.existence import ExistenceCache
-from kvcache.tiering.io_threads import LOAD, QUERY, STORE, STORE_TURN, IOThreads
-from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierContents
+from kvcache.tiers.base.catalog import SlotCatalog
+from kvcache.tiers.base.codec import parse_codec
+from kvcache.tiers.base.existence import ExistenceCache
+from kvcache.tiers.base.io_threads import LOAD, QUERY, STORE, STORE_TURN, IOThreads
+from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierContents
 from kvcache.tiers.memory import MemoryTier
 
 BLOCK_BYTES = 8

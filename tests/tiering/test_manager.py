@@ -12,7 +12,7 @@ from kvcache.testing.tiers import ManualTier
 from kvcache.tiering import promotion
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiering.tier import TierResult
+from kvcache.tiers.base.tier import TierResult
 
 
 class Bench:

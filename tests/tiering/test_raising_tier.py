@@ -11,7 +11,7 @@ from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import HostBudget, TierConfig, TierController, TierJob
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiering.tier import TierResult
+from kvcache.tiers.base.tier import TierResult
 
 NONSENSE = {
     "lookup": [-1, 99, "three", 2.0, True, [1]],

@@ -19,7 +19,7 @@ import numpy as np
 from stores import Impostor, MooncakeStore, ProxyProcess, ValkeyServer, blocks, pause, resume, store_as_is
 
 from kvcache import ReqContext, TierConfig, TieredOffloadingManager
-from kvcache.tiering.checksum import SEAL_BYTES
+from kvcache.tiers.base.checksum import SEAL_BYTES
 
 BLOCK_BYTES = 1 << 16
 NUM_HOST = 96

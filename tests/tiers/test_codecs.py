@@ -13,11 +13,11 @@ from kvcache.assembly.assemble import parse_tier
 from kvcache.metrics import samples_of
 from kvcache.registry import CODECS
 from kvcache.testing.tier_contract import TierContract
-from kvcache.tiering.batch import BlockOutcome, TierBatch
-from kvcache.tiering.checksum import checksum
-from kvcache.tiering.codec import CannotEncodeError, Codec
-from kvcache.tiering.codec_stage import CodecStage
-from kvcache.tiering.tier import CodecTierStats
+from kvcache.tiers.base.batch import BlockOutcome, TierBatch
+from kvcache.tiers.base.checksum import checksum
+from kvcache.tiers.base.codec import CannotEncodeError, Codec
+from kvcache.tiers.base.codec_stage import CodecStage
+from kvcache.tiers.base.tier import CodecTierStats
 from kvcache.tiers.codecs.fp8 import Fp8Codec
 from kvcache.tiers.codecs.zstd import ZstdCodec
 from kvcache.tiers.memory import MemoryTier

@@ -190,7 +190,7 @@ def test_reset_before_open_is_not_forgotten(bench, monkeypatch):
 
 def test_unopened_tier_can_be_shut_down(bench, monkeypatch):
     released = open_when_released(monkeypatch)
-    monkeypatch.setattr("kvcache.tiering.job_tier._SHUTDOWN_S", 0.02)
+    monkeypatch.setattr("kvcache.tiers.base.job_tier._SHUTDOWN_S", 0.02)
     tier = bench.open(open_timeout_s=0.02)
     tier.shutdown()
     released.set()
@@ -232,7 +232,7 @@ def test_huge_header_is_refused_unread(bench):
 def test_process_ends_despite_hung_io_thread(tmp_path):
     code = (
         "import sys, threading, numpy as np\n"
-        "from kvcache.tiering import job_tier\n"
+        "from kvcache.tiers.base import job_tier\n"
         "from kvcache.tiers.disk.tier import DiskTier\n"
         "job_tier._SHUTDOWN_S = 0.1\n"
         "tier = DiskTier(sys.argv[1], 1 << 20, np.zeros((4, 4096), np.uint8))\n"
@@ -640,7 +640,7 @@ def test_corrupt_blocks_warn_once_a_minute(bench, caplog, monkeypatch):
     (message,) = warnings_of(caplog)
     assert message.startswith(f"disk tier {bench.path}: 1 blocks did not verify and count as misses")
     assert tier.stats().corrupt_blocks == 8
-    monkeypatch.setattr("kvcache.tiering.log_limiter._INTERVAL_S", 0.0)
+    monkeypatch.setattr("kvcache.tiers.base.log_limiter._INTERVAL_S", 0.0)
     store(tier, bench.keys(0))
     with (bench.path / "data").open("r+b") as file:
         file.write(bytes(8 * 4096))

@@ -27,7 +27,7 @@ from stores import (
     wait_for,
 )
 
-from kvcache.tiering.checksum import SEAL_BYTES
+from kvcache.tiers.base.checksum import SEAL_BYTES
 from kvcache.tiers import mooncake
 from kvcache.tiers.mooncake import MooncakeOptions, MooncakeTier
 

@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 from stores import KEYS, StoreContract, blocks, found, load, store, until, wait_for_reset
 
-from kvcache.tiering import lifecycle
+from kvcache.tiers.base import lifecycle
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "tier.md"
 

@@ -35,7 +35,7 @@ from stores import (
 )
 from valkey import Valkey
 
-from kvcache.tiering.checksum import Namespace
+from kvcache.tiers.base.checksum import Namespace
 from kvcache.tiers import valkey_wire
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyOptions, ValkeyTier, clear_server
 from kvcache.tiers.valkey_wire import Channel, WireError

@@ -29,7 +29,7 @@ from kvcache.integrations.lmcache.names import DIGEST_BYTES, MAX_HASH_BYTES, Nam
 from kvcache.integrations.lmcache.settings import L2Settings
 from kvcache.integrations.lmcache.sizes import Objects, Sizes
 from kvcache.metrics import Part
-from kvcache.tiering.log_limiter import LogLimiter
+from kvcache.tiers.base.log_limiter import LogLimiter
 
 _LOG = logging.getLogger(__name__)
 _MAX_WAIT_S = 60.0

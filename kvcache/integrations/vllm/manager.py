@@ -29,7 +29,7 @@ from kvcache.integrations.vllm.releases import Release
 from kvcache.request import ReqContext
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiering.tier import TierStats
+from kvcache.tiers.base.tier import TierStats
 
 RESULTS = (LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT, LookupResult.RETRY)
 """vLLM's answer per state that a manager's `status` returns: absent, pending, ready, ask again."""

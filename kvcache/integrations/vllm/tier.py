@@ -36,7 +36,7 @@ from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import record_region
 from kvcache.metrics import Part
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
-from kvcache.tiering.tier import TierResult
+from kvcache.tiers.base.tier import TierResult
 
 _LOG = logging.getLogger(__name__)
 _STATS_INTERVAL_S = 1.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvcache.lab.bench.tier import move
-from kvcache.tiering.tier import host_rows
+from kvcache.tiers.base.tier import host_rows
 from kvcache.tiers.disk.directory import shared_names
 from kvcache.tiers.disk.tier import DiskTier
 

@@ -18,7 +18,7 @@ from kvcache.assembly.assemble import parse_tier
 from kvcache.lab.bench.plain_clients import plain_client
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks, Tier
+    from kvcache.tiers.base.tier import HostBlocks, Tier
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the step, the rounds done and the rounds in all."""

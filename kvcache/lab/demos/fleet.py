@@ -24,7 +24,7 @@ from kvcache.request import ReqContext
 from kvcache.tiering.manager import TieredOffloadingManager
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
 
 Progress = Callable[[int], None]
 """Called with the number of engines that have ended."""

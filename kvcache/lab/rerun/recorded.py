@@ -30,7 +30,7 @@ from kvcache.request import ReqContext, Retention
 from kvcache.specs import PrepareStoreOutput
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiering.tier import Tier, TierResult, TierStats
+from kvcache.tiers.base.tier import Tier, TierResult, TierStats
 from kvcache.transfer.free_memory import memory_left
 
 NOTES = frozenset({Op.CONTEXT, Op.POSITIONS, Op.GROUPS})

@@ -14,7 +14,7 @@ from kvcache.lab.simulate.links import Queue, QueuedLink
 from kvcache.lab.traces.requests import ReplayError
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiering.tier import Tier, TierResult, TierStats
+from kvcache.tiers.base.tier import Tier, TierResult, TierStats
 
 if TYPE_CHECKING:
     from kvcache.policies.base import CachePolicy

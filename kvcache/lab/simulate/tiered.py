@@ -19,7 +19,7 @@ from kvcache.tiers.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
-    from kvcache.tiering.tier import HostBlocks, Tier
+    from kvcache.tiers.base.tier import HostBlocks, Tier
 
 _PATIENCE_S = 60.0
 

@@ -1,1 +1,1 @@
-"""Codecs encode blocks for tiers; `kvcache.tiering.codec` is their interface."""
+"""Codecs encode blocks for tiers; `kvcache.tiers.base.codec` is their interface."""

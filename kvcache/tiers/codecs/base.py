@@ -1,5 +1,5 @@
-"""The base of codecs, under its public path; it lies in `kvcache.tiering.codec`."""
+"""The base of codecs, under its public path; it lies in `kvcache.tiers.base.codec`."""
 
-from kvcache.tiering.codec import CannotEncodeError, Codec
+from kvcache.tiers.base.codec import CannotEncodeError, Codec
 
 __all__ = ["CannotEncodeError", "Codec"]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvcache.options import Options, choice_of, option, parse_count
-from kvcache.tiering.codec import CannotEncodeError, Codec
+from kvcache.tiers.base.codec import CannotEncodeError, Codec
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

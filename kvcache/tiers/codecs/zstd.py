@@ -12,7 +12,7 @@ except ImportError as error:
     raise ImportError("the zstd codec needs the package zstandard: install kvcache's extra 'zstd'") from error
 
 from kvcache.options import Options, option, parse_count, parse_share
-from kvcache.tiering.codec import CannotEncodeError, Codec
+from kvcache.tiers.base.codec import CannotEncodeError, Codec
 
 _MAX_LEVEL = 22
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-from kvcache.tiering.checksum import checksum, checksum_of_parts
+from kvcache.tiers.base.checksum import checksum, checksum_of_parts
 from kvcache.tiers.disk.header import ALIGN_BYTES, DATA
 from kvcache.tiers.disk.slot_table import SlotTable
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
     from kvcache.tiers.disk.directory import TierDirectory
     from kvcache.tiers.disk.header import Generation
 

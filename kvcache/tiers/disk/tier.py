@@ -36,17 +36,17 @@ from kvcache.options import (
     parse_text,
     parse_threads,
 )
-from kvcache.tiering.codec import Codec, make_codec, parse_codec, stored_form
-from kvcache.tiering.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
-from kvcache.tiering.log_limiter import LogLimiter
-from kvcache.tiering.medium import consecutive
+from kvcache.tiers.base.codec import Codec, make_codec, parse_codec, stored_form
+from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
+from kvcache.tiers.base.log_limiter import LogLimiter
+from kvcache.tiers.base.medium import consecutive
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import TierDirectory, refusal_of, reported
 from kvcache.tiers.disk.header import Header, TierDirectoryError, capacity_for, num_slots_within
 from kvcache.tiers.disk.slot_table import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
 
 MAX_RUN_BLOCKS = 32
 """Slots in one system call at most. Work between two calls holds the GIL, and the scheduler waits for it."""

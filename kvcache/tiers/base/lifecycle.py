@@ -15,12 +15,12 @@ from threading import TIMEOUT_MAX, Event
 from typing import TYPE_CHECKING, Any
 
 from kvcache.background import Background
-from kvcache.tiering.catalog import Catalog, TierContents
+from kvcache.tiers.base.catalog import Catalog, TierContents
 
 if TYPE_CHECKING:
-    from kvcache.tiering.batch import Counts
-    from kvcache.tiering.io_threads import IOThreads
-    from kvcache.tiering.medium import Medium
+    from kvcache.tiers.base.batch import Counts
+    from kvcache.tiers.base.io_threads import IOThreads
+    from kvcache.tiers.base.medium import Medium
 
 RETRY_S = 1.0
 """Time until a reset that failed is tried again."""

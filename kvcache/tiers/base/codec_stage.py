@@ -16,13 +16,13 @@ from itertools import groupby
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from kvcache.tiering.batch import BlockOutcome, TierBatch, checked_outcomes
-from kvcache.tiering.checksum import checksum
-from kvcache.tiering.codec import HEADER_BYTES, CannotEncodeError, Codec, stored_form
-from kvcache.tiering.tier import CodecTierStats, TierStats, host_rows
+from kvcache.tiers.base.batch import BlockOutcome, TierBatch, checked_outcomes
+from kvcache.tiers.base.checksum import checksum
+from kvcache.tiers.base.codec import HEADER_BYTES, CannotEncodeError, Codec, stored_form
+from kvcache.tiers.base.tier import CodecTierStats, TierStats, host_rows
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
 
     Answer = Sequence[int] | None
 

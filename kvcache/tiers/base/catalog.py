@@ -17,8 +17,8 @@ import numpy as np
 
 from kvcache.block import READY
 from kvcache.control.pool import BlockPool
-from kvcache.tiering.existence import ExistenceCache
-from kvcache.tiering.io_threads import Task
+from kvcache.tiers.base.existence import ExistenceCache
+from kvcache.tiers.base.io_threads import Task
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.options import Component, Configurable
 from kvcache.registry import CODECS
-from kvcache.tiering.tier import checked_host_blocks
+from kvcache.tiers.base.tier import checked_host_blocks
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
 
 HEADER_BYTES = 32
 _ROW_ALIGNMENT = 4096

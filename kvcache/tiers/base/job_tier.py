@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from kvcache.tiering.batch import CANCELLED, BlockOutcome, Counts, Job, Jobs, Move, Removal, TierBatch
-from kvcache.tiering.catalog import Catalog, ExistenceQuery, RemoteCatalog, SlotCatalog, TierContents
-from kvcache.tiering.codec import make_codec
-from kvcache.tiering.io_threads import LOAD, QUERY, STORE, IOThreads
-from kvcache.tiering.lifecycle import Lifecycle, State
-from kvcache.tiering.medium import Medium
-from kvcache.tiering.tier import Tier, TierResult, TierStats, checked_host_blocks
+from kvcache.tiers.base.batch import CANCELLED, BlockOutcome, Counts, Job, Jobs, Move, Removal, TierBatch
+from kvcache.tiers.base.catalog import Catalog, ExistenceQuery, RemoteCatalog, SlotCatalog, TierContents
+from kvcache.tiers.base.codec import make_codec
+from kvcache.tiers.base.io_threads import LOAD, QUERY, STORE, IOThreads
+from kvcache.tiers.base.lifecycle import Lifecycle, State
+from kvcache.tiers.base.medium import Medium
+from kvcache.tiers.base.tier import Tier, TierResult, TierStats, checked_host_blocks
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
-    from kvcache.tiering.codec import Codec
-    from kvcache.tiering.codec_stage import CodecStage
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.codec import Codec
+    from kvcache.tiers.base.codec_stage import CodecStage
+    from kvcache.tiers.base.tier import HostBlocks
 
 __all__ = ["BlockOutcome", "JobTier", "TierBatch", "TierContents"]
 
@@ -46,7 +46,7 @@ class JobTier(Medium, Tier):
         The medium's name in events.
     codec : Codec, optional
         Encodes blocks on their way to the medium. The batches of `get` and `put` then hold encoded rows in place of
-        host blocks; `kvcache.tiering.codec.stored_form` returns their length.
+        host blocks; `kvcache.tiers.base.codec.stored_form` returns their length.
     num_blocks : int, optional
         Blocks that the tier holds, if it owns its space and starts empty.
     cache_policy : str or type
@@ -98,7 +98,7 @@ class JobTier(Medium, Tier):
         self._stage: CodecStage | None = None
         if codec is not None:
             # Not imported without a codec: it needs a package of an extra.
-            from kvcache.tiering.codec_stage import CodecStage
+            from kvcache.tiers.base.codec_stage import CodecStage
 
             self._stage = CodecStage(codec, self._pool, num_threads, max_batch_blocks)
             self.host_rows = self._stage.rows

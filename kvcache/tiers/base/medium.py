@@ -20,10 +20,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcache.tiering.catalog import TierContents
+from kvcache.tiers.base.catalog import TierContents
 
 if TYPE_CHECKING:
-    from kvcache.tiering.batch import TierBatch
+    from kvcache.tiers.base.batch import TierBatch
 
 
 class Medium:

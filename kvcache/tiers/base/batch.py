@@ -10,11 +10,11 @@ from enum import IntEnum
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from kvcache.tiering.io_threads import Task
-from kvcache.tiering.tier import TierResult
+from kvcache.tiers.base.io_threads import Task
+from kvcache.tiers.base.tier import TierResult
 
 if TYPE_CHECKING:
-    from kvcache.tiering.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks
 
 CANCELLED = "cancelled"
 
