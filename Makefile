@@ -32,7 +32,6 @@ help:
 	@echo "make test-all  all tests: also slow ones, all policies, more examples, a simulated device"
 	@echo "make dev     .venv with the test tools, and a build in place; runs no tests"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
-	@echo "make mutants plant faults one at a time, and print which tests find them (hours; MUTANTS=control: one area)"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
 	@echo "Others: lint typecheck docs asv-site asv-history docs-alone bench-smoke test-rest test-device test-debug test-asan test-extras sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean"
 	@echo "By hand: tsan"
@@ -109,16 +108,6 @@ dev: build $(VENV)/extra-test.stamp
 
 stress: $(VENV)/extra-test.stamp
 	KVCACHE_STRESS=$${KVCACHE_STRESS:-1} $(PYTEST) tests/stress
-
-# Faults planted in a copy, one at a time, and what finds them: MUTANTS='control core/table.pyx --stages folder' chooses.
-.PHONY: mutants mutants-sample
-mutants: $(VENV)/extra-test.stamp $(VENV)/build.stamp
-	$(BIN)/python tests/mutants/mutants.py --jobs $(JOBS) $(MUTANTS)
-
-# A few faults, others in each run, against the tests of their folder only. The draw varies, so the limit only finds a set of tests that has broken.
-# A fault whose tests take more than 90 s of CPU counts as found: it ends the stage in bounded time.
-mutants-sample: $(VENV)/extra-test.stamp $(VENV)/build.stamp
-	$(BIN)/python tests/mutants/mutants.py --sample 20 --budget-s 240 --stages folder --limit-s 90 --least-share 0.3
 
 # --- the rest of what CI runs ----------------------------------------------------------------------------------------
 
