@@ -210,14 +210,14 @@ def trials(environments: Environments) -> list[tuple[str, list[str], tuple[str, 
     """Return what runs apart from pages: its name, its packages and its commands."""
     demo = extras_of("Makefile", r"(?m)^demo: \$\(VENV\)/extra-(\S+)[.]stamp")
     image = extras_of("examples/containers/vllm.Dockerfile", r"whl\)\[(\S+)\]")
-    planner = extras_of("README.md", r'install torch first, then `pip install "\.\[(\S+)\]"')
-    engine = extras_of("README.md", r'own with a disk\ntier.*needs `pip install "\.\[(\S+)\]"')
+    planner = extras_of("docs/quickstart.md", r'install torch first, then:\n\n.*\n\$ pip install "\.\[(\S+)\]"')
+    engine = extras_of("docs/quickstart.md", r'own with a disk\ntier.*needs `pip install "\.\[(\S+)\]"')
     manifest = f"kvcache check --manifest {ROOT}/examples/containers/kubernetes.yaml"
     shown = "kvcache demo --requests 40 --no-data"
     return [
         ("make demo", environments.required(demo), (shown, *PLANNER)),
-        (f"README, [{planner}]", environments.required(planner), (shown, *PLANNER)),
-        (f"README, [{engine}]", environments.required(engine), (shown, *PLANNER, " ".join(CHECK))),
+        (f"quickstart, [{planner}]", environments.required(planner), (shown, *PLANNER)),
+        (f"quickstart, [{engine}]", environments.required(engine), (shown, *PLANNER, " ".join(CHECK))),
         ("planner.Dockerfile", planner_packages(), (*PLANNER, f"{PLANNER[0]} --save grid.png", manifest)),
         ("vllm.Dockerfile", environments.required(image), ("kvcache --version", *PLANNER)),
     ]
