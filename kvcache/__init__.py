@@ -60,8 +60,8 @@ if TYPE_CHECKING:
         TransferResult,
     )
     from kvcache.tiering.controller import TierConfig, TierControllerStats
-    from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
     from kvcache.tiering.manager import TieredOffloadingManager
+    from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
     from kvcache.tiers.base.tier import Tier, TierResult, TierStats
     from kvcache.tiers.disk.tier import DiskTier
     from kvcache.tiers.memory import MemoryTier

@@ -134,7 +134,6 @@ _EXTRAS = {
     "matplotlib": "plot",
     "mooncake": "mooncake",
     "msgspec": "record",
-    "opentelemetry": "otel",
     "prometheus_client": "prometheus",
     "rich": "cli",
     "transformers": "transformers",
@@ -208,7 +207,6 @@ EXPORTERS = Registry(
     {
         "status": "kvcache.exporters.status:StatusServer",
         "prometheus": "kvcache.exporters.prometheus:PrometheusExporter",
-        "otel": "kvcache.exporters.otel:SpanExporter",
         "kv_events": "kvcache.exporters.kv_events.exporter:KVEventExporter",
     },
     "kvcache.control.telemetry:Exporter",

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kvcache.assembly.log import set_up_log
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.pool import MAX_BLOCKS
-from kvcache.control.telemetry import Exporter, JobTracer, Telemetry
+from kvcache.control.telemetry import Exporter, Telemetry
 from kvcache.metrics import Labels
 from kvcache.options import (
     Component,
@@ -52,7 +52,6 @@ from kvcache.version import __version__
 if TYPE_CHECKING:
     from kvcache.tiers.base.tier import HostBlocks
     from kvcache.transfer.shared_file import SharedBlocks
-    from kvcache.transfer.worker import OffloadingWorker
 
 _LOG = logging.getLogger(__name__)
 _RANK = re.compile(r"[{](?:dp_)?rank[}]")
@@ -197,7 +196,7 @@ class OffloadSettings(Options):
     )
     enable_events: bool = option(parse_flag, False, when="your engine calls `take_events`")
     exporters: tuple[Component, ...] = option(
-        _parse_exporters, (), when="metrics, spans, events or `kvcache top` are to show this engine"
+        _parse_exporters, (), when="metrics, events or `kvcache top` are to show this engine"
     )
     record: str | None = option(
         parse_text, None, when="you want the calls of this engine in a file, for `kvcache rerun`"
@@ -296,18 +295,6 @@ def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:
             continue
         telemetry.exporters.append(exporter)
         _LOG.info("%s answers at %s", name, exporter.address)
-
-
-def trace_worker(settings: OffloadSettings, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
-    """Open the exporters that trace single jobs over a worker's copies; the worker's `shutdown` closes them."""
-    tracers = tuple(component for component in settings.exporters if issubclass(component.cls, JobTracer))
-    if not tracers:
-        return
-    telemetry = Telemetry(None, labels=labels)
-    open_exporters(replace(settings, exporters=tracers), telemetry)
-    for exporter in telemetry.exporters:
-        worker.job_log = cast("JobTracer", exporter).job_log
-    worker.closers.append(telemetry.close)
 
 
 def open_tiers(

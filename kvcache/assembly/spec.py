@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvcache.assembly.assemble import OffloadSettings, open_manager, trace_worker
+from kvcache.assembly.assemble import OffloadSettings, open_manager
 from kvcache.control.manager import OffloadingManager
 from kvcache.options import Options, check_int, name_unknown, option, parse_count, parse_flag
 from kvcache.registry import SPECS
@@ -26,7 +26,6 @@ from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
 if TYPE_CHECKING:
     from kvcache.transfer.base import OffloadingHandler
     from kvcache.transfer.host_pool import HostPool
-    from kvcache.transfer.worker import OffloadingWorker
 
 _LOG = logging.getLogger(__name__)
 _ALIGN_BYTES = 4096
@@ -208,13 +207,6 @@ class OffloadingSpec(ABC):
             The KV cache does not fit the configuration.
         """
 
-    def trace_worker(self, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
-        """Trace the copies of `worker`, until its `shutdown`, with the exporters that can (``"otel"``).
-
-        `labels` are those of the worker, such as ``engine`` and ``rank``. The default does nothing.
-        """
-        return
-
     def _factor(self, size: int | None) -> int:
         if size is None:
             return 1
@@ -289,9 +281,6 @@ class CPUOffloadingSpec(OffloadingSpec):
         elif kv_caches is not self._kv_caches:
             raise ValueError("the handlers of this spec belong to another KV cache; make one spec per worker")
         return iter(self._handlers)
-
-    def trace_worker(self, worker: OffloadingWorker, labels: Mapping[str, str] | None = None) -> None:
-        trace_worker(self.settings, worker, labels)
 
     def _read_settings(self) -> OffloadSettings:
         return OffloadSettings.parse_part({**self.extra_config, "tiers": None})

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.control.pool import BlockPool
 from kvcache.control.watch import CallTimes
-from kvcache.events import JobLog
 from kvcache.metrics import Labels, Part, Sample, samples_of
 from kvcache.options import Configurable, Options, check_int
 from kvcache.registry import POLICIES
@@ -184,12 +183,6 @@ class Exporter(Configurable, ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop, and wait for the exporter's threads for a bounded time. A second call does nothing."""
-
-
-class JobTracer(Exporter):
-    """An exporter that follows single jobs. Each worker also opens one for its copies."""
-
-    job_log: JobLog
 
 
 class Command(ABC):

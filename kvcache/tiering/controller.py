@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcache.events import FinishedJob, JobLog
 from kvcache.metrics import HistogramData, counter, gauge, histogram, state
 from kvcache.options import Options, choice_of, option, parse_count, parse_duration, parse_flag
 from kvcache.tiering.breaker import BREAKER_STATES, Direction, Faults
 from kvcache.tiering.rates import LinkRate
-from kvcache.tiers.base.tier import TierResult, TierStats, reset_tier
 from kvcache.tiering.uses import UseQueue
 from kvcache.tiering.write_policy import Backlog
+from kvcache.tiers.base.tier import TierResult, TierStats, reset_tier
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
@@ -146,16 +144,14 @@ class TierJob:
     is_withheld: bool = False
 
 
-def log_job(job: TierJob, result: TierResult, now_s: float, job_log: JobLog | None) -> None:
-    """Log the end of a job, also for tracing."""
-    medium, seconds = job.controller.medium, now_s - job.sent_s
-    name = "promotion" if job.is_load else "write"
+def log_job(job: TierJob, result: TierResult, now_s: float) -> None:
+    """Log the end of a job at level debug."""
     if _LOG.isEnabledFor(logging.DEBUG):
+        name = "promotion" if job.is_load else "write"
         text = "%s of %d blocks, tier %s: %d done in %.1f ms%s"
         error = f": {result.error}" if result.error else ""
-        _LOG.debug(text, name, len(job.keys), medium, len(result.done), seconds * 1e3, error)
-    if job_log is not None:
-        job_log.add(FinishedJob(name, medium, len(result.done), 0, time.time(), seconds, result.error))
+        ms = (now_s - job.sent_s) * 1e3
+        _LOG.debug(text, name, len(job.keys), job.controller.medium, len(result.done), ms, error)
 
 
 class TierController:

@@ -22,7 +22,7 @@ from kvcache.control.atomic import Guard, atomic
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.control.observers.what_if import estimate, sampler_for
 from kvcache.control.pool import BlockPool
-from kvcache.events import JobLog, OffloadingEvent
+from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats, Part
 from kvcache.options import check_seconds
@@ -33,8 +33,8 @@ from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, 
 from kvcache.tiering.pending import PendingRequests
 from kvcache.tiering.promotion import Promotion
 from kvcache.tiering.steady_clock import SteadyClock
-from kvcache.tiers.base.tier import Tier
 from kvcache.tiering.writing import Writing
+from kvcache.tiers.base.tier import Tier
 
 if TYPE_CHECKING:
     from kvcache.control.observers.what_if import WhatIf
@@ -89,8 +89,6 @@ class TieredOffloadingManager(OffloadingManager):
         Of host memory; read it, the manager drives it.
     controllers : list of TierController
         Of the tiers, in order.
-    job_log : JobLog or None
-        Is given every job that ends while it is set.
     arbitration : Arbitration or None
         What decides between loading and computing, where a tier has an arbiter.
 
@@ -133,7 +131,6 @@ class TieredOffloadingManager(OffloadingManager):
             self.pool.policy.stores_all = True
         self.block_size = block_size
         self.medium = self.pool.medium
-        self.job_log: JobLog | None = None
         pairs = [item if isinstance(item, tuple) else (item, TierConfig()) for item in tiers]
         for pair in pairs:
             if not (len(pair) == 2 and isinstance(pair[0], Tier) and isinstance(pair[1], TierConfig)):
@@ -438,7 +435,7 @@ class TieredOffloadingManager(OffloadingManager):
                     self._give_back(job)
                     continue
                 if job is not None:
-                    log_job(job, result, now_s, self.job_log)
+                    log_job(job, result, now_s)
                     self._end(job, result)
                 self._announce(controller.medium, job, result)
             controller.give_up_overdue(now_s)

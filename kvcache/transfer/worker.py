@@ -6,13 +6,11 @@ An engine's worker only needs job ids and specs, and no fault of a handler reach
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvcache.core.histogram import Histogram
-from kvcache.events import FinishedJob, JobLog
 from kvcache.metrics import JOB_EXPONENTS, HistogramData, Part, TransferStats
 from kvcache.specs import LoadStoreSpec, TransferResult
 from kvcache.transfer.base import OffloadingHandler, TransferSpec, checked_pair
@@ -38,13 +36,6 @@ class _Tally:
 class OffloadingWorker:
     """Route jobs to handlers by source and destination medium.
 
-    Attributes
-    ----------
-    job_log : JobLog or None
-        Records ended copies.
-    closers : list of callable
-        `shutdown` calls and removes them at its end; append to it.
-
     Notes
     -----
     The exception of a handler is logged; it affects neither the engine's thread nor the jobs of other handlers. Its own
@@ -54,8 +45,6 @@ class OffloadingWorker:
     def __init__(self) -> None:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
         self._finished: list[TransferResult] = []
-        self.job_log: JobLog | None = None
-        self.closers: list[Callable[[], None]] = []
         self._tallies: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
         self._failing: set[int] = set()
 
@@ -123,9 +112,6 @@ class OffloadingWorker:
         """Shut every handler down; see `OffloadingHandler.shutdown`."""
         for handler in self._unique():
             _attempt(f"{type(handler).__name__} did not shut down", handler.shutdown, wait)
-        while self.closers:
-            close = self.closers.pop()
-            _attempt(f"{close!r} failed", close)
 
     def parts(self) -> list[Part]:
         """Return the statistics by direction; a source of `Telemetry`, callable in any thread."""
@@ -135,11 +121,6 @@ class OffloadingWorker:
         ]
 
     def _count(self, result: TransferResult) -> None:
-        if self.job_log is not None:
-            way = " -> ".join(result.transfer_type)
-            error = "" if result.success else "the copy failed"
-            seconds = result.transfer_time
-            self.job_log.add(FinishedJob("transfer", way, 0, result.transfer_size, time.time(), seconds, error))
         tally = self._tallies[result.transfer_type]
         tally.jobs += 1
         if not result.success:

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 from kvcache import ReqContext
-from kvcache.assembly.assemble import OffloadSettings, open_manager, trace_worker
-from kvcache.control.telemetry import Exporter, JobTracer
-from kvcache.events import JobLog
+from kvcache.assembly.assemble import OffloadSettings, open_manager
+from kvcache.control.telemetry import Exporter
 from kvcache.options import Options, option, parse_text
 from kvcache.policies.base import CachePolicy
 from kvcache.testing.tiers import ManualTier
-from kvcache.transfer.worker import OffloadingWorker
 
 
 class Shared:
@@ -133,23 +131,6 @@ def test_engine_runs_without_failing_exporter(error: type[Exception], caplog: py
     assert (manager.telemetry.exporters, manager.lookup([b"key"], ReqContext())) == ([], 0)
     assert "FailingExporter is not available: no port" in caplog.text
     manager.shutdown()
-
-
-def test_worker_closes_its_tracers() -> None:
-    class Tracer(JobTracer):
-        address, job_log, num_closed = "", JobLog(), 0
-
-        def __init__(self, telemetry: Any) -> None:
-            pass
-
-        def close(self) -> None:
-            Tracer.num_closed += 1
-
-    worker = OffloadingWorker()
-    trace_worker(OffloadSettings.parse({"num_cpu_blocks": 8, "exporters": ["status", Tracer]}), worker)
-    assert worker.job_log is Tracer.job_log
-    worker.shutdown()
-    assert Tracer.num_closed == 1
 
 
 def test_path_of_tier_names_rank(opened: list[NotedTier]) -> None:

@@ -75,7 +75,6 @@ def test_star_import_omits_missing_packages():
     ("package", "exporter", "extra"),
     [
         ("prometheus_client", "prometheus", "prometheus"),
-        ("opentelemetry", "otel", "otel"),
         ("msgspec", "kv_events", "record"),
         ("zmq", "kv_events", "events"),
         ("msgspec zmq", "kv_events", "events"),

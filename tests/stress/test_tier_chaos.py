@@ -10,10 +10,10 @@ import time
 import numpy as np
 
 from kvcache.request import ReqContext
-from kvcache.tiers.base import lifecycle
 from kvcache.tiering.controller import TierConfig
-from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierContents
 from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiers.base import lifecycle
+from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierContents
 
 BUDGET = int(os.environ.get("KVCACHE_STRESS", "1"))
 BLOCK_BYTES = 16

@@ -11,8 +11,8 @@ from kvcache.request import ReqContext
 from kvcache.testing.tier_contract import TierContract
 from kvcache.testing.tiers import Faults, FaultyTier, ManualTier
 from kvcache.tiering.controller import TierConfig
-from kvcache.tiers.base.job_tier import BlockOutcome, JobTier
 from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiers.base.job_tier import BlockOutcome, JobTier
 from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
 from kvcache.tiers.memory import MemoryTier

@@ -14,8 +14,8 @@ from stores import store as save
 
 from kvcache import ReqContext, TieredOffloadingManager
 from kvcache.options import Options, option
-from kvcache.tiers.base import existence, job_tier, lifecycle
 from kvcache.tiering.breaker import Direction
+from kvcache.tiers.base import existence, job_tier, lifecycle
 from kvcache.tiers.base.catalog import SlotCatalog
 from kvcache.tiers.base.codec import parse_codec
 from kvcache.tiers.base.existence import ExistenceCache

@@ -17,9 +17,9 @@ import pytest
 from stores import until
 
 from kvcache.request import ReqContext
-from kvcache.tiers.base import job_tier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiers.base import job_tier
 from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
 

@@ -27,8 +27,8 @@ from stores import (
     wait_for,
 )
 
-from kvcache.tiers.base.checksum import SEAL_BYTES
 from kvcache.tiers import mooncake
+from kvcache.tiers.base.checksum import SEAL_BYTES
 from kvcache.tiers.mooncake import MooncakeOptions, MooncakeTier
 
 TIMEOUT_S = 1.0

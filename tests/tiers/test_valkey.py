@@ -35,8 +35,8 @@ from stores import (
 )
 from valkey import Valkey
 
-from kvcache.tiers.base.checksum import Namespace
 from kvcache.tiers import valkey_wire
+from kvcache.tiers.base.checksum import Namespace
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyOptions, ValkeyTier, clear_server
 from kvcache.tiers.valkey_wire import Channel, WireError
 

@@ -604,14 +604,6 @@ def test_worker_counts_whole_jobs_only(worker):
     assert [sum(one.counts) for one in (part.stats.duration_seconds, part.stats.size_bytes)] == [1, 1]
 
 
-def test_worker_calls_each_closer_once(worker):
-    calls = []
-    worker.closers += [lambda: calls.append(1), lambda: 1 / 0, lambda: calls.append(2)]
-    worker.shutdown()
-    worker.shutdown()
-    assert calls == [2, 1]
-
-
 def test_raising_handler_costs_others_nothing(worker, kv_caches, pool, caplog):
     store, load = cpu_gpu_handlers(kv_caches, pool)
     worker.register_handler(GPULoadStoreSpec, GPULoadStoreSpec, BrokenHandler())

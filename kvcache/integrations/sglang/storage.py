@@ -23,8 +23,8 @@ from kvcache.assembly.log import set_up_log
 from kvcache.control.telemetry import Telemetry
 from kvcache.integrations.sglang.pages import Buffer, HostPages, bytes_of
 from kvcache.integrations.sglang.settings import check_latent, part_of, read_config
-from kvcache.tiers.base.log_limiter import LogLimiter
 from kvcache.tiering.store import KeyedStore
+from kvcache.tiers.base.log_limiter import LogLimiter
 
 _LOG = logging.getLogger(__name__)
 Lengths = set[int]

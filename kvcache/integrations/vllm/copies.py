@@ -6,7 +6,6 @@ The worker decides the layout of host memory, and so the size of a block, what t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvcache.assembly.assemble import trace_worker
 from kvcache.assembly.spec import rank_bytes_of
 from kvcache.integrations.vllm.identity import chunk_fingerprint, fingerprint
 from kvcache.integrations.vllm.settings import blocks_per_rank
@@ -36,7 +34,7 @@ class Copies(ABC):
     block_bytes: int
 
     @abstractmethod
-    def make_worker(self, kv_caches: Any, labels: Mapping[str, str]) -> Any:
+    def make_worker(self, kv_caches: Any) -> Any:
         """Make the worker of one rank."""
 
     @abstractmethod
@@ -64,7 +62,7 @@ class EngineCopies(Copies):
                 f"cpu_bytes_to_use must be at least one block of {self.block_bytes} bytes, got {num_bytes}"
             )
 
-    def make_worker(self, kv_caches: Any, labels: Mapping[str, str]) -> Any:
+    def make_worker(self, kv_caches: Any) -> Any:
         return TieringOffloadingSpec.get_worker(self._spec, kv_caches)
 
     def open_host_blocks(self, vllm_config: Any) -> tuple[Any, dict[str, Any]]:
@@ -90,9 +88,9 @@ class OwnCopies(Copies):
         self.num_blocks = blocks_per_rank(settings, parallel.world_size, self._rank_block_bytes, parallel.pp_size)
         self.block_bytes = self._rank_block_bytes * parallel.world_size
 
-    def make_worker(self, kv_caches: Any, labels: Mapping[str, str]) -> Any:
+    def make_worker(self, kv_caches: Any) -> Any:
         settings, rank = self._spec.settings, self._spec.config.parallel.rank
-        worker = KVCacheOffloadingWorker(
+        return KVCacheOffloadingWorker(
             kv_caches,
             self.num_blocks,
             self._spec.blocks_per_chunk,
@@ -101,8 +99,6 @@ class OwnCopies(Copies):
             rank,
             self._rank_block_bytes,
         )
-        trace_worker(settings, worker.transfers, {**labels, "worker": str(rank)})
-        return worker
 
     def _worker_pool(self) -> SharedBlocks | None:
         if self._spec.node_pool:

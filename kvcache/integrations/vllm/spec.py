@@ -107,7 +107,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
 
     def get_worker(self, kv_caches: Any) -> Any:
         if self._worker is None:
-            self._worker = self.copies.make_worker(kv_caches, self._labels())
+            self._worker = self.copies.make_worker(kv_caches)
         return self._worker
 
     def create_worker(self, kv_caches: Any) -> Any:
