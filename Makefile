@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: force help dev build stress demo fleet-demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-sglang test-lmcache release clean
+.PHONY: force help dev build stress demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-sglang test-lmcache release clean
 
 VENV := .venv
 comma := ,
@@ -27,7 +27,6 @@ SOURCES := setup.py pyproject.toml MANIFEST.in README.md $(shell find kvcache -n
 
 help:
 	@echo "make demo    install into .venv and run the main job"
-	@echo "make fleet-demo  1 to 8 engines in processes over one real server"
 	@echo "make test    install into .venv and run the tests that take under 2 s each: about three minutes"
 	@echo "make test-all  all tests: also slow ones, all policies, more examples, a simulated device"
 	@echo "make dev     .venv with the test tools, and a build in place; runs no tests"
@@ -75,11 +74,6 @@ $(VENV)/extra-%.stamp: pyproject.toml $(VENV)/package.stamp
 demo: $(VENV)/extra-cli,disk,plot,transformers.stamp
 	$(BIN)/kvcache demo
 	$(BIN)/kvcache chat-demo --plot build/chat-demo.png
-
-# Needs a Valkey or Redis server, which .ci/servers installs.
-fleet-demo: $(VENV)/extra-cli,disk,plot,valkey.stamp
-	.ci/servers
-	$(BIN)/kvcache fleet-demo --plot build/fleet-demo.png
 
 test: $(VENV)/extra-test.stamp
 	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_MAX_TEST_CPU_S=10 $(PYTEST) --hypothesis-profile=few -m 'not slow and not other_policy'

@@ -39,8 +39,6 @@ BAD = [
     ("demo --turns inf --no-data", "--turns must be finite, got inf"),
     ("demo --block-bytes 100", "block_bytes must be a multiple of 8, got 100"),
     ("demo --memory 900TiB --block-bytes 1GiB", "a pool of 989560464998400 bytes (921600.0 GiB) does not fit into"),
-    ("fleet-demo --quiet --widths 0", "--widths must be numbers of engines in 1..64"),
-    ("fleet-demo --quiet --requests 0", "--requests"),
     ("fleet TRACE --engines 2 --router best", "--router must be of round_robin, prefix, events, known, got 'best'"),
     ("fleet TRACE --engines 3:x", "--engines must be a whole number >= 0"),
     ("fleet TRACE --engines 2 --blocks 10+x", "--blocks must be a whole number >= 0"),
