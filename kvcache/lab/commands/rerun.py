@@ -1,4 +1,4 @@
-"""`kvcache rerun`: replay the calls of a recording, show the first different answer, and shrink the calls."""
+"""`kvcache rerun`: replay the calls of a recording, and show the first different answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcache.lab.commands import options
 
 EXAMPLES = """
 kvcache rerun run.kvlog
-kvcache rerun run.kvlog --policy mq --shrink
+kvcache rerun run.kvlog --policy gittins
 """
 
 
@@ -29,10 +29,6 @@ def rerun(
             show_default=False,
         ),
     ] = None,
-    shrink: Annotated[
-        bool, typer.Option("--shrink", help="Print the few calls that show a difference, as a test.")
-    ] = False,
-    shrink_seconds: Annotated[float, typer.Option("--shrink-seconds", help="How long to look for fewer calls.")] = 60.0,
     trusted: options.TrustedOption = False,
     json: common.JsonOption = None,
     quiet: common.QuietOption = False,
@@ -41,7 +37,7 @@ def rerun(
     from kvcache.lab.commands.options import is_recording
     from kvcache.lab.report import rerun_text
     from kvcache.lab.rerun.recorded import replay_recording
-    from kvcache.recorder.format import Call, Recording
+    from kvcache.recorder.format import Recording
 
     if not file.exists():
         raise ValueError(f"{file} cannot be read: the file does not exist")
@@ -49,9 +45,8 @@ def rerun(
         raise ValueError(f"{file} is not a recording of kvcache: kvcache replay and kvcache plan read traces")
     common.check_writable("--json", json, file)
     recorded = Recording(file, trusted)
-    kept: list[Call] | None = [] if shrink else None
     with common.Bar("replay", "records", quiet, total=None) as bar:
-        outcome = replay_recording(recorded, policy, partial(rerun_text.watched, bar), kept)
+        outcome = replay_recording(recorded, policy, partial(rerun_text.watched, bar))
     difference = outcome.difference
     config = recorded.header["manager"]
     report: dict[str, Any] = {
@@ -77,11 +72,6 @@ def rerun(
     if not quiet or difference is not None:
         out = sys.stderr if json == "-" else sys.stdout
         print(rerun_text.summary(report), file=out)
-        if difference is not None and shrink:
-            with common.Bar("shrink", "records", quiet, total=None) as bar:
-                bar.show(0, len(kept or []), f"for {shrink_seconds:g} s at most")
-                text = rerun_text.shrunk_text(kept or [], config, policy, bool(difference.reason), shrink_seconds)
-            print(text, file=out)
     if not outcome.num_calls:
         raise CommandError(f"{file} has no call to compare: {outcome.end or 'nothing was recorded'}")
     if difference is not None:

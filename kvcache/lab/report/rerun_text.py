@@ -1,4 +1,4 @@
-"""The texts of `kvcache rerun`: calls and answers in words, the summary, and the test that shows a difference."""
+"""The texts of `kvcache rerun`: calls and answers in words, and the summary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
 from kvcache.recorder.format import Answer, Events, Raised, Stored
-from kvcache.recorder.ops import Op
 
 if TYPE_CHECKING:
     from kvcache.lab.rerun.recorded import Runner
@@ -43,40 +42,6 @@ def summary(report: dict[str, Any]) -> str:
     lines += [f"  record {found['record']:,}: {found['call']}", f"    expected {found['expected']}"]
     lines.append(f"    broken: {found['reason']}" if found["reason"] else f"    got      {found['got']}")
     return "\n".join(lines)
-
-
-def shrunk_text(
-    records: list[Call], config: dict[str, Any], policy: str | None, is_broken: bool, shrink_s: float
-) -> str:
-    from kvcache.lab.rerun.reproduction import as_test
-    from kvcache.lab.rerun.shrink import breaks_promises, differs_from, shrink
-    from kvcache.testing.reference import REFERENCE_POLICIES
-
-    trusted = None
-    oracle = breaks_promises(policy)
-    if not is_broken:
-        trusted = recorded = config["cache_policy"]
-        if policy in (None, recorded):
-            # The recording's own policy now answers differently, so only its plain-Python twin can be trusted.
-            twin = REFERENCE_POLICIES.get(recorded)
-            if twin is None:
-                return (
-                    f"# Not shrunk: kvcache is installed without the plain-Python twin of {recorded!r}, with which the "
-                    "search would compare it. The twins of all built-in policies are in tests/references of a "
-                    "checkout: add that folder to PYTHONPATH, and name the twin as --policy module:Class."
-                )
-            trusted = f"{twin.__module__}:{twin.__qualname__}"
-        oracle = differs_from(policy, trusted)
-    shrunk = shrink(records, config, oracle, shrink_s)
-    if shrunk is None:
-        return (
-            f"# Not shrunk: run again, these {len(records):,} records show no fault that another policy would not. "
-            "The recording was made by another version, or by a policy that does not answer alike twice."
-        )
-    made = (
-        f"# {shrunk.num_calls} calls, from {sum(one.op < Op.CONTEXT for one in records):,}; {shrunk.num_runs} tries.\n"
-    )
-    return made + as_test(shrunk, policy, trusted)
 
 
 def call_text(call: Call) -> str:

@@ -1,1 +1,1 @@
-"""Replay the calls of a recording, compare the answers, and shrink the calls that show a difference."""
+"""Replay the calls of a recording, and compare the answers."""

@@ -181,16 +181,14 @@ def make_manager(
 class Runner:
     """Makes recorded calls on a manager of this `config`; see `make_manager`.
 
-    If calls are left out (not `is_exact`), recorded answers of the clock and the tiers only approximate the right ones.
     `groups` maps each key to its KV-cache group, if an arbiter needed it.
     """
 
-    def __init__(self, config: dict[str, Any], policy: str | type | None = None, is_exact: bool = True) -> None:
+    def __init__(self, config: dict[str, Any], policy: str | type | None = None) -> None:
         self._times_s: deque[float] = deque()
         self._now_s = 0.0
         self.tiers: list[ScriptedTier] = []
         self.manager = make_manager(config, self.tiers, self._clock, policy)
-        self._is_exact = is_exact
         self._contexts: dict[int, ReqContext] = {}
         self._about: dict[int, dict[str, Any]] = {}
         # Hints may name a request that has ended.
@@ -247,12 +245,8 @@ class Runner:
         return {one.name: stats[one.name] for one in MANAGER_METRICS if one.unit in _COMPARED_UNITS}
 
     def _prepare(self, call: Call) -> None:
-        times = [float(one.value) for one in call.inputs if one.op is Op.CLOCK]  # type: ignore[arg-type]
         self._times_s.clear()
-        if self._is_exact:
-            self._times_s.extend(times)
-        elif times:
-            self._now_s = max(times[0], self._now_s)
+        self._times_s.extend(float(one.value) for one in call.inputs if one.op is Op.CLOCK)  # type: ignore[arg-type]
         for number, tier in enumerate(self.tiers):
             tier.expect(**answers_of(call, number))
 
@@ -337,13 +331,12 @@ def replay_recording(
     recording: Recording,
     policy: str | type | None = None,
     check: Callable[[Runner], Callable[[Call, Answer], str]] | None = None,
-    keep: list[Call] | None = None,
 ) -> ReplayOutcome:
     """Replay the calls of a recording, up to the first different answer.
 
     `check`, called with a `Runner` before its first call, returns a function that takes every call and its answer, and
-    returns a description of the fault, or "". `keep` receives the records since the last reset, for
-    `kvcache.lab.rerun.shrink`. RecordingError if the manager cannot be created, or no call can be replayed.
+    returns a description of the fault, or "". RecordingError if the manager cannot be created, or no call can be
+    replayed.
     """
     config = recording.header["manager"]
     is_from_start = recording.is_whole and bool(recording.header.get("is_from_start"))
@@ -362,13 +355,9 @@ def replay_recording(
         if runner is None and record.op is Op.RESET_CACHE and "tiers" not in config:
             # A reset makes all earlier calls irrelevant.
             runner, inspect = begin()
-            if keep is not None:
-                keep.clear()
         if runner is None or inspect is None:
             num_skipped += record.op not in NOTES and record.op is not Op.STATS
             continue
-        if keep is not None and record.op is not Op.STATS:
-            keep.append(record)
         if record.op in NOTES:
             runner.note(record)
         elif record.op is not Op.STATS:
