@@ -8,7 +8,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 _COMMANDS = {
-    "bench": ("copy", "disk", "engine", "tier"),
+    "bench": ("copy", "disk", "tier"),
     "trace": ("make",),
     None: ("demo", "replay", "plan", "fleet", "rerun", "chat-demo"),
 }

@@ -18,8 +18,6 @@ BAD = [
     ("bench disk . --size 999999TiB", "--size must fit into the ... free in ., got '999999TiB'"),
     ("bench disk missing", "folder must be one that exists, got 'missing'"),
     ("bench disk TRACE", "folder must be one that exists, got"),
-    ("bench engine missing", "folder must be one that exists, got 'missing'"),
-    ("bench engine . --turns 1", "--turns must be >= 2, got 1"),
     ("bench tier valkey", "the tier must be JSON such as"),
     ("bench tier [1]", 'the tier must be a JSON object with "type"'),
     ("""bench tier '{"type": "tape"}'""", "unknown tier 'tape'"),
