@@ -76,7 +76,7 @@ def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | Non
     if config_part.get(vllm.NODE_POOL):
         findings += [Finding(level, "node pool", text) for level, text in engine_keys.node_faults(engine, has_events)]
     findings += _leftover_regions()
-    findings.append(Finding(*describe_release("eviction_policy" in config_part)))
+    findings.append(Finding(*describe_release()))
     if has_events and not config_part.get(vllm.SELF_DESCRIBING):
         findings.append(Finding("warning", "events", vllm.UNDESCRIBED))
     if has_events and (larger := vllm.larger_blocks(config_part, engine_block)):

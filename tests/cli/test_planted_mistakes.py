@@ -50,16 +50,6 @@ ENGINES = {
         "secondary_tiers": [{**disk(), "type": "KVCacheTier", "module_path": ADAPTER, "kind": "disk"}],
     },
 }
-POLICY = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "spec_name": "CPUOffloadingSpec",
-        "cpu_bytes_to_use": 64 << 20,
-        "eviction_policy": "Amq",
-        "cache_policy_module_path": f"{ADAPTER}.policies",
-    },
-}
 EXTRA = "kv_connector_extra_config"
 
 # A base, the edit (dotted path: value), and a text that must be named.
@@ -80,7 +70,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (PLAIN, {"record": "/no-such-mount/run.kvlog"}, "is its file system not mounted?"),
     (PLAIN, {"record": "TMP/file/run.kvlog"}, "cannot be recorded to: Not a directory"),
     (ENGINES, {"on_a_cpu": True}, "copies on CUDA, ROCm and XPU only"),
-    (POLICY, {"on_a_cpu": True}, "copies on CUDA, ROCm and XPU only"),
+    (ENGINES, {"on_a_cpu": True}, "copies on CUDA, ROCm and XPU only"),
     (OURS, {"kv_role": "both"}, "kv_role must be 'kv_producer' or 'kv_consumer' or 'kv_both', got 'both'"),
     (OURS, {"kv_connector": "Offloading", "kv_role": "both"}, "kv_role must be"),
     (OURS, {EXTRA: REMOVED, "kv_role": "both"}, "kv_role must be"),
@@ -157,7 +147,6 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ENGINES, {f"{EXTRA}.secondary_tiers.0.locality": "local"}, "locality in a KVCacheTier must be one of"),
     (ENGINES, {f"{EXTRA}.store_threshold": 2}, "store_threshold does not work with TieringOffloadingSpec"),
     (ENGINES, {f"{EXTRA}.eviction_policy": "Amq"}, "eviction_policy of vLLM itself must be one of lru, arc"),
-    (POLICY, {f"{EXTRA}.eviction_policy": "amq"}, "Gittins, got 'amq'"),
 ]
 # Mistakes after which the engine starts.
 WARNINGS = {
@@ -190,7 +179,7 @@ CORRECT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (OURS, {f"{EXTRA}.blocks_per_chunk": 4, f"{EXTRA}.cache_policy": "lru", f"{EXTRA}.data_plane": "kvcache"}),
     (ENGINES, {}),
     (ENGINES, {f"{EXTRA}.secondary_tiers.0.deadline_s": 2, f"{EXTRA}.backpressure": {}}),
-    (POLICY, {f"{EXTRA}.store_threshold": 2, f"{EXTRA}.blocks_per_chunk": 2}),
+    (ENGINES, {f"{EXTRA}.eviction_policy": "arc", f"{EXTRA}.blocks_per_chunk": 2}),
 ]
 
 

@@ -19,7 +19,7 @@ def test_choose_release_accepts_a_tried_release(found):
     assert choose_release(found) is RELEASES[0, 32]
 
 
-@pytest.mark.parametrize("found", ["0.29.0", "0.99.0", "1.0", "dev"])
+@pytest.mark.parametrize("found", ["0.29.0", "0.31.1", "0.99.0", "1.0", "dev"])
 def test_untried_release_is_refused_unless_allowed(found):
     with pytest.raises(ImportError, match=f"vLLM {found} has not been tried .*KVCACHE_ALLOW_UNTRIED_VLLM=1"):
         choose_release(found)
@@ -32,7 +32,7 @@ def test_spec_names_what_release_lacks(monkeypatch):
     # With vLLM, another test may have loaded it.
     monkeypatch.delitem(vars(door), "KVCacheTier", raising=False)
     with pytest.raises(
-        ImportError, match=r"No module named .*another_planet.* \(kvcache was tried with vLLM 0\.30, 0\.31, "
+        ImportError, match=r"No module named .*another_planet.* \(kvcache was tried with vLLM 0\.32, 0\.33\)"
     ):
         door.KVCacheTier  # noqa: B018
 

@@ -7,7 +7,6 @@ import logging
 import pickle
 import re
 import socket
-from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -44,20 +43,16 @@ from kvcache.recorder.ops import Op
 from kvcache.recorder.recorder import Recorder
 from kvcache.registry import POLICIES
 
-needs_positions = pytest.mark.skipif(
-    not installed_release().key_positions, reason="this release passes no positions of keys"
-)
-
 
 def manager(num_blocks=8, **options):
     return KVCacheOffloadingManager(CPUOffloadingManager(16, num_blocks, **options), installed_release())
 
 
 def request(manager, req_id, keys, params=None):
-    """Announce a request as the engine does: its context knows where each key's block ends, in most releases."""
+    """Announce a request as the engine does: its context knows where each key's block ends."""
     context = EngineContext(req_id=req_id, kv_transfer_params=params)
     assert isinstance(manager.on_new_request(context), RequestOffloadingContext)
-    for i, key in enumerate(keys if installed_release().key_positions else ()):
+    for i, key in enumerate(keys):
         context.set_offload_key_position(key, 16 * (i + 1))
     return context
 
@@ -94,28 +89,20 @@ def keys_of(name, count):
     return [f"{name}{i}".encode() for i in range(count)]
 
 
-def check_failed_store_is_announced(ours, monkeypatch):
-    @dataclass
-    class Event(base.OffloadingEvent):
-        metadata_only: bool = False
-
-    monkeypatch.setattr("kvcache.integrations.vllm.manager.OffloadingEvent", Event)
-    names = {field.name for field in fields(Event)}
-    monkeypatch.setattr("kvcache.integrations.vllm.manager._EVENT_FIELDS", names)
+def check_failed_store_is_announced(ours):
     keys = keys_of("a", 3)
     context = request(ours, "a", keys)
     ours.prepare_store(keys, context)
     ours.complete_store(keys[:2], context, success=False)
     ours.complete_store(keys[2:], context, success=False)
     ours.prepare_store(keys[:1], context)
-    assert [(event.keys, event.removed, event.metadata_only) for event in ours.take_events()] == [
-        (keys[1:], True, True)
-    ]
+    announced = [(event.keys, event.removed, event.metadata_only) for event in ours.take_events()]
+    assert announced == ([(keys[1:], True, True)] if installed_release().metadata_only else [])
     assert list(ours.take_events()) == []
 
 
-def test_failed_store_is_announced_once_unoffered(monkeypatch):
-    check_failed_store_is_announced(manager(enable_events=True), monkeypatch)
+def test_failed_store_is_announced_once_unoffered():
+    check_failed_store_is_announced(manager(enable_events=True))
     keys = keys_of("a", 3)
     silent = manager()
     context = request(silent, "a", keys)
@@ -174,7 +161,6 @@ def test_running_request_keeps_head_younger(policy, sizes):
     assert evicted == [b"a5", b"a4", b"a3", b"a2"]
 
 
-@needs_positions
 @pytest.mark.parametrize("is_late", [False, True], ids=["known", "late"])
 @pytest.mark.parametrize("order", [(2, 3, 0, 1), (3, 2, 1, 0), (1, 3, 0, 2)], ids=str)
 def test_running_request_is_ordered_by_positions(order, is_late):
@@ -188,7 +174,6 @@ def test_running_request_is_ordered_by_positions(order, is_late):
     assert serve(adapter, "other", keys_of("b", 4)) == [b"a3", b"a2", b"a1", b"a0"]
 
 
-@needs_positions
 def test_groups_are_interleaved_by_position():
     # Two KV-cache groups: the connector offers all of one, then all of the other.
     adapter = manager(num_blocks=6)
@@ -203,7 +188,7 @@ def test_groups_are_interleaved_by_position():
 
 
 # If the device still has a0, the engine loads from a1 on, and only the context names a0.
-@pytest.mark.parametrize("loaded", [[b"a0", b"a1"], pytest.param([b"a1"], marks=needs_positions)], ids=str)
+@pytest.mark.parametrize("loaded", [[b"a0", b"a1"], [b"a1"]], ids=str)
 def test_use_counts_without_touch(loaded):
     adapter = manager(num_blocks=4)
     serve(adapter, "old", keys_of("a", 2))

@@ -10,7 +10,7 @@ import pytest
 from scheduling import BLOCK_TOKENS, MAMBA
 from vllm.v1.request import RequestStatus
 
-from kvcache.integrations.vllm import group_windows, spec
+from kvcache.integrations.vllm import spec
 from kvcache.integrations.vllm.group_windows import find_windows
 
 SLIDING = (None, 4 * BLOCK_TOKENS)
@@ -179,17 +179,6 @@ def test_reset_clears_boundaries_and_queue(make, windows):
     assert engine.calls == [(keys, keys) for keys in CALLS[windows]]
 
 
-@MODELS
-def test_unknown_positions_are_served_by_lru(make, windows):
-    engine = make(windows)
-    engine.manager._key_positions = False
-    assert serve(engine, FIRST) == [0]
-    engine.scheduler.reset_prefix_cache()
-    assert serve(engine, FIRST) == [10]
-    assert engine.policy.lru_requests == 2
-    assert len(leaving(engine)) == NUM_KEYS[windows]
-
-
 @pytest.mark.parametrize("windows", [SLIDING, STATES, (3 * BLOCK_TOKENS, None, MAMBA)])
 def test_storm_of_aborts_failures_and_resets(make, windows):
     engine = make(windows, 50, transfer_steps=3)
@@ -262,16 +251,13 @@ GROUP = {"sliding_window_size_in_chunks": None, "tokens_per_block": 16}
 
 
 @pytest.mark.parametrize(
-    ("changes", "has_positions", "reason"),
+    ("changes", "reason"),
     [
-        ([{}, {"tokens_per_block": 64}], True, r"their blocks have \[16, 64\] tokens"),
-        ([{}, {"is_eagle_group": True}], True, r"groups \[1\] hold layers of a draft model"),
-        ([{"group_id": 0}, {"group_id": 2}], True, r"only groups \[0, 2\] are offloaded"),
-        ([{}, {}], False, "this release of vLLM does not name the positions of blocks"),
+        ([{}, {"tokens_per_block": 64}], r"their blocks have \[16, 64\] tokens"),
+        ([{}, {"is_eagle_group": True}], r"groups \[1\] hold layers of a draft model"),
+        ([{"group_id": 0}, {"group_id": 2}], r"only groups \[0, 2\] are offloaded"),
     ],
 )
-def test_model_without_rule_is_named(monkeypatch, changes, has_positions, reason):
-    release = SimpleNamespace(key_positions=has_positions)
-    monkeypatch.setattr(group_windows, "installed_release", lambda: release)
+def test_model_without_rule_is_named(changes, reason):
     with pytest.raises(ValueError, match=reason):
         find_windows([SimpleNamespace(**(GROUP | change)) for change in changes])

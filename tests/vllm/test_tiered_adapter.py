@@ -12,7 +12,6 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvcache.integrations.vllm import KVCacheOffloadingSpec, tiered
-from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.tiered import SharedPool
 from kvcache.specs import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, CPULoadStoreSpec
 from kvcache.transfer.shared_file import SharedBlocks
@@ -128,7 +127,6 @@ def serve(adapter, req_id, keys):
     adapter.on_request_finished(context)
 
 
-@pytest.mark.skipif(not installed_release().load_source, reason="this release does not ask")
 def test_blocks_from_disk_are_reported(make):
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -161,8 +159,8 @@ def test_working_tiers_count_as_available(make):
     assert adapter.get_stats().reduce()["vllm:kvcache_tier_written_blocks" + tier] == 1
 
 
-def test_failed_store_above_tier_is_announced(make, monkeypatch):
-    check_failed_store_is_announced(make(enable_events=True), monkeypatch)
+def test_failed_store_above_tier_is_announced(make):
+    check_failed_store_is_announced(make(enable_events=True))
 
 
 def test_events_over_disk_keep_their_tokens(make):

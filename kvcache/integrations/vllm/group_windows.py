@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from kvcache.integrations.vllm.releases import installed_release
-
 
 def find_windows(groups: Sequence[Any], caller: FrameType | None = None) -> list[int | None]:
     """Return each group's window in offloaded blocks, or None for a group without a window.
@@ -18,8 +16,6 @@ def find_windows(groups: Sequence[Any], caller: FrameType | None = None) -> list
     `groups` are those of vLLM's `OffloadingConfig`. `caller` is the frame in which the connector's scheduler asks for
     its manager. ValueError says why the windows are unknown, or which model has no rule.
     """
-    if not installed_release().key_positions:
-        raise ValueError("this release of vLLM does not name the positions of blocks")
     connector = caller.f_locals.get("self") if caller is not None else None
     # These are the windows with which vLLM searches for a hit.
     groups = getattr(getattr(connector, "config", None), "kv_group_configs", groups)

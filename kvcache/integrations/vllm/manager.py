@@ -8,7 +8,6 @@ keys of its prompt are used and ordered, so that blocks found on the device stay
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import fields
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -19,6 +18,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingManager,
     RequestOffloadingContext,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcache import events
 from kvcache.background import Background
@@ -34,19 +34,16 @@ from kvcache.tiers.base.tier import TierStats
 RESULTS = (LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT, LookupResult.RETRY)
 """vLLM's answer per state that a manager's `status` returns: absent, pending, ready, ask again."""
 
-_EVENT_FIELDS = {field.name for field in fields(OffloadingEvent)}
-
 
 class EngineRequest(ReqContext):
     """A request of the engine, from vLLM's context of it.
 
-    With `has_positions`, the context holds the end position of each key's block; vLLM adds positions while the request
-    runs.
+    The context holds the end position of each key's block; vLLM adds positions while the request runs.
     """
 
     __slots__ = ("has_ended", "has_used_path", "may_load_below", "promoted", "transfers")
 
-    def __init__(self, req_context: Any, has_positions: bool) -> None:
+    def __init__(self, req_context: Any) -> None:
         super().__init__(req_context.req_id, req_context.kv_transfer_params)
         # Whether the engine has reported its end; its last stores may still be running.
         self.has_ended = False
@@ -57,8 +54,7 @@ class EngineRequest(ReqContext):
         # Keys that were not in host memory at their first look-up: if they are loaded, a tier promoted them.
         self.promoted: set[bytes] = set()
         self.may_load_below: bool = req_context.load_tier_filter.allows(Medium.STORAGE, None)
-        if has_positions:
-            self.set_offload_key_positions(req_context._offload_key_positions)
+        self.set_offload_key_positions(req_context._offload_key_positions)
 
     def begin_transfer(self, keys: list[bytes], num_resets: int) -> None:
         """Record the order of keys before a transfer, and the number of resets."""
@@ -115,19 +111,14 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._num_resets = 0
         self._failed: list[bytes] = []
         self.metrics = MetricsSource(manager)
-        self._key_positions = release.key_positions
-        self.sources: Any = None
-        if release.load_source:
-            from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-            self.sources = CacheHitSource
+        self._release = release
 
     def tier_descriptions(self) -> list[str]:
         """Return a description of each tier below host memory."""
         return []
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        req_context.set_state(EngineRequest(req_context, self._key_positions))
+        req_context.set_state(EngineRequest(req_context))
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -135,7 +126,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         return RESULTS[self._manager.status(key)]
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
-        return self.sources and self.sources.HOST
+        return CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
         ours, keys = self._used(req_context), list(keys)
@@ -179,7 +170,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         stored = ours.end_transfer(keys, self._num_resets)
         context = self._open_request(ours) if success else ours
         self._manager.complete_store(stored, context, success)
-        if not success and "metadata_only" in _EVENT_FIELDS and self._pool.events is not None:
+        if not success and self._release.metadata_only and self._pool.events is not None:
             self._failed += stored
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -189,7 +180,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         if req_context.get_state(EngineRequest) is not None:
             ours = self._used(req_context)
             ours.has_ended = True
-            self._manager.on_request_finished(ours, use_positions=self._key_positions and self.path_group is None)
+            self._manager.on_request_finished(ours, use_positions=self.path_group is None)
 
     def on_schedule_end(self, context: Any = None) -> None:
         self._manager.on_schedule_end()

@@ -1,4 +1,4 @@
-"""What users write in ``kv_connector_extra_config``, at each of the three places where kvcache plugs in.
+"""What users write in ``kv_connector_extra_config``, at each of the two places where kvcache plugs in.
 
 Needs no vLLM, so that a configuration can be checked before one starts.
 """
@@ -53,9 +53,7 @@ _parse_data_plane = choice_of("vllm", "kvcache")
 _ENGINE_POLICY_KEYS = frozenset({"eviction_policy", "cache_policy_module_path"})
 
 ENGINE_SPECS = ("TieringOffloadingSpec", "CPUOffloadingSpec")
-"""vLLM's own specs, whose tiers and eviction policy may be ours."""
-POLICY_MODULE = f"{__package__}.policies"
-POLICY_NAMES = ("Lru", "Arc", "Mq", "Amq", "Gittins")
+"""vLLM's own specs; tiers of the first may be ours."""
 _CONNECTOR_VALUES = {"kv_connector": ("OffloadingConnector",), "kv_role": ("kv_producer", "kv_consumer", "kv_both")}
 _ENGINE_SPEC_KEYS = ENGINE_KEYS | {
     "backpressure",
@@ -93,9 +91,8 @@ def read_tier(config: Mapping[str, Any]) -> tuple[KVCacheTierOptions, TierSettin
 
 
 def uses_kvcache(extra_config: Mapping[str, Any]) -> bool:
-    """Return whether a configuration of vLLM names this package: as its spec, a secondary tier or eviction policy."""
-    module = extra_config.get("cache_policy_module_path")
-    return extra_config.get("spec_module_path") == __package__ or module == POLICY_MODULE or bool(_tiers(extra_config))
+    """Return whether a configuration of vLLM names this package: as its spec or as a secondary tier."""
+    return extra_config.get("spec_module_path") == __package__ or bool(_tiers(extra_config))
 
 
 def connector_faults(transfer: Mapping[str, Any]) -> list[str]:
@@ -118,11 +115,11 @@ def spec_fault(extra_config: Mapping[str, Any]) -> str:
     if is_engine_spec(extra_config):
         if uses_kvcache(extra_config):
             return ""
-        return f"no tier has the module_path {__package__!r}, no policy the cache_policy_module_path {POLICY_MODULE!r}"
+        return f"no tier has the module_path {__package__!r}"
     if name is None or module != __package__:
         return (
-            f"spec_name and spec_module_path must be {SPEC_NAME!r} and {__package__!r}, or spec_name one of "
-            f"{', '.join(ENGINE_SPECS)} with a tier or a policy of kvcache; got {name!r} and {module!r}"
+            f"spec_name and spec_module_path must be {SPEC_NAME!r} and {__package__!r}, or spec_name "
+            f"{ENGINE_SPECS[0]!r} with a tier of kvcache; got {name!r} and {module!r}"
         )
     return ""
 
@@ -142,7 +139,7 @@ def _tiers(extra_config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where kvcache plugs into vLLM, parsed: `OurManager`, `OurTier` or `OurPolicy`.
+    """Where kvcache plugs into vLLM, parsed: `OurManager` or `OurTier`.
 
     `settings` describe host memory and the tiers below it. `policy` selects the blocks that leave host memory.
     """
@@ -208,12 +205,7 @@ class OurManager(Placement):
 
 @dataclass(frozen=True, slots=True)
 class OurTier(Placement):
-    """Tiers of ours below vLLM's own manager, by `KVCacheTier`; the policy may be ours, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class OurPolicy(Placement):
-    """An eviction policy of ours in vLLM's own manager."""
+    """Tiers of ours below vLLM's own manager, by `KVCacheTier`; the policy is vLLM's."""
 
 
 def read_config(extra_config: Mapping[str, Any], num_groups: int = 1) -> Placement:
@@ -224,16 +216,14 @@ def read_config(extra_config: Mapping[str, Any], num_groups: int = 1) -> Placeme
     if not is_engine_spec(extra_config):
         return _read_manager(extra_config, num_groups)
     entries = _tiers(extra_config)
-    tiers, num_bytes, policy = run_all(
+    tiers, num_bytes = run_all(
         (
             lambda: run_all(partial(_read_engine_tier, entry, extra_config.get("spec_name")) for entry in entries),
             partial(_read_engine_bytes, extra_config.get("cpu_bytes_to_use")),
-            partial(_read_engine_policy, extra_config),
         )
     )
-    if not tiers:
-        return OurPolicy(OffloadSettings(cpu_bytes_to_use=num_bytes), policy)
-    return OurTier(OffloadSettings(cpu_bytes_to_use=num_bytes, tiers=tuple(tiers)), policy)
+    settings = OffloadSettings(cpu_bytes_to_use=num_bytes, tiers=tuple(tiers))
+    return OurTier(settings, str(extra_config.get("eviction_policy", "lru")))
 
 
 def _read_engine_tier(entry: Mapping[str, Any], spec_name: object) -> TierSettings:
@@ -247,13 +237,6 @@ def _read_engine_bytes(given: object) -> int:
     if type(given) is not int or given < 1:
         raise ValueError(f"cpu_bytes_to_use in {WHERE} must be a number of bytes, as vLLM reads it, got {given!r}")
     return given
-
-
-def _read_engine_policy(extra_config: Mapping[str, Any]) -> str:
-    name = extra_config.get("eviction_policy", "lru")
-    if extra_config.get("cache_policy_module_path") == POLICY_MODULE:
-        choice_of(*POLICY_NAMES)(f"eviction_policy of {POLICY_MODULE}", name)
-    return str(name)
 
 
 def _read_manager(extra_config: Mapping[str, Any], num_groups: int) -> OurManager:

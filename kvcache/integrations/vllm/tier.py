@@ -25,12 +25,12 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcache.assembly.assemble import open_tiers
 from kvcache.integrations.vllm.identity import chunk_fingerprint, engine_config
 from kvcache.integrations.vllm.manager import EngineRequest, describe_tier
 from kvcache.integrations.vllm.metrics import SampleChanges, tier_metric_definitions
-from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.settings import ENGINE_TIER_KEYS, read_tier
 from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import record_region
@@ -50,8 +50,8 @@ class _Request(EngineRequest):
 
     __slots__ = ("_keys", "_place_of", "failed")
 
-    def __init__(self, req_context: Any, has_positions: bool) -> None:
-        super().__init__(req_context, has_positions)
+    def __init__(self, req_context: Any) -> None:
+        super().__init__(req_context)
         self._keys: list[bytes] = []
         self._place_of: dict[bytes, int] = {}
         # Keys that the tier did not load: a second promotion would fail like the first one, and the request never run.
@@ -95,9 +95,7 @@ class KVCacheTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        # vLLM 0.30 has no detectors.
-        detector = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
-        super().__init__(offloading_spec, primary_kv_view, tier_type, **detector)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         use_engine_log()
         tier_options, settings = read_tier(options)
         host_blocks = np.asarray(primary_kv_view)
@@ -112,10 +110,7 @@ class KVCacheTier(SecondaryTierManager):
         # vLLM has reserved the host blocks of every load, so only stores are bounded.
         budget = HostBudget(2 * num_chunks)
         self._controller = TierController(tier, config, 2 * num_chunks, 1, budget)
-        self._release = installed_release()
-        if self._release.load_source and tier.medium != "DISK":
-            from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
+        if tier.medium != "DISK":
             self.cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
         self.locality = None if tier_options.locality is None else Locality(tier_options.locality)
         self._options = tier_options
@@ -136,7 +131,7 @@ class KVCacheTier(SecondaryTierManager):
     clock = staticmethod(time.monotonic)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        self._requests[req_context.req_id] = _Request(req_context, self._release.key_positions)
+        self._requests[req_context.req_id] = _Request(req_context)
         return RequestOffloadingContext(policy=OffloadPolicy(self._options.offload_policy))
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -214,7 +209,7 @@ class KVCacheTier(SecondaryTierManager):
         seconds = now_s - (job.sent_s or now_s)
         if result.start_s is not None and result.end_s is not None:
             seconds = result.end_s - result.start_s
-        details: dict[str, Any] = {"transfer_bytes": num_bytes} if self._release.job_bytes else {}
+        details: dict[str, Any] = {"transfer_bytes": num_bytes}
         done = set(result.done)
         if job.is_load:
             is_whole = len(done) == len(keys)

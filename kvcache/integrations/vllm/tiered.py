@@ -16,6 +16,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcache import events
 from kvcache.block import ASK_AGAIN, PENDING
@@ -155,9 +156,9 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
             self._watch.on_step(self._clock())
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
-        if self.sources is None or key not in req_context.get_state(EngineRequest).promoted:
+        if key not in req_context.get_state(EngineRequest).promoted:
             return super().get_load_source(key, req_context)
-        return self.sources.DISK if self._are_disks else self.sources.EXTERNAL_UNSPECIFIED
+        return CacheHitSource.DISK if self._are_disks else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def _engine_event(self, event: events.OffloadingEvent) -> OffloadingEvent:
         medium = Medium.CPU if event.medium == self._tiered.medium else Medium.STORAGE
