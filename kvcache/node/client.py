@@ -44,8 +44,6 @@ _START_TIMEOUT_S = 600.0
 _SPAWN_TIMEOUT_S = 30.0
 _SEND_S, _ANSWER_S = 0.01, 0.035
 _RETRY_S, _RESTART_S = 0.02, 2.0
-# A second store of at most 16 blocks in a step reserves slots for the next ones: 1/128 of the pool, and at most 64.
-_MAX_SMALL, _MAX_GRANTS, _GRANT_SHARE, _MIN_NAME_BYTES = 16, 64, 128, 8
 _MAX_PENDING_S = 1.0
 """How long a request waits for a block that another one is writing."""
 
@@ -88,17 +86,6 @@ class _View:
         """Ask the owner again at the next look-up."""
         self.held.clear()
         self.first, self.end, self.state, self.since_s = None, None, ABSENT, 0.0
-
-
-class _Grants:
-    """Slots that the owner has reserved for an engine's next small stores."""
-
-    def __init__(self) -> None:
-        self.slots: list[int] = []
-        # The blocks that are being written to such slots.
-        self.blocks: set[bytes] = set()
-        # Small stores of this step.
-        self.num_small = 0
 
 
 class Link:
@@ -317,7 +304,6 @@ class NodeManager(LastLookUp, OffloadingManager):
         self.num_blocks = int(hello["identity"]["num_blocks"])
         self._views: dict[ReqContext, _View] = {}
         self._stale: list[_View] = []
-        self._grants = _Grants()
         self._unsent: list[bytes] = []
         self._last_number = 1
         self._counts = dict.fromkeys((*_MANAGER_COUNTS, *_NODE_COUNTS), 0)
@@ -376,37 +362,18 @@ class NodeManager(LastLookUp, OffloadingManager):
         if view.held.keys and not view.num_loads:
             # The request computes its blocks, so it loads no more of them.
             self._release(view)
-        taken: dict[bytes, int] | None
-        is_small = len(keys) <= _MAX_SMALL
-        self._grants.num_small += is_small
-        if is_small and len(keys) <= len(self._grants.slots) and self._link.is_ready:
-            # The owner gets the keys with the end of the store, and drops a block that another engine stored before.
-            taken = {key: self._grants.slots.pop() for key in dict.fromkeys(keys) if key not in self._grants.blocks}
-            self._grants.blocks.update(keys)
-        else:
-            taken = self._offer(view, keys, is_small and self._grants.num_small > 1)
-            if taken is None:
-                self._counts["rejected_stores"] += 1
-                return None
+        answer = None
+        with suppress(ValueError):
+            payload, num_bytes = pack_keys(keys)[1:]
+            answer = self._ask(protocol.OFFER, 0, view.number, payload, num_bytes)
+        if answer is None or answer.flag:
+            self._counts["rejected_stores"] += 1
+            return None
+        slots = np.frombuffer(answer.payload, "<i4").tolist()
+        taken = {key: slot for key, slot in zip(keys, slots, strict=True) if slot >= 0}
         view.writing.update(taken)
         self._counts["missed_blocks"] += len(taken)
         return PrepareStoreOutput([*taken], CPULoadStoreSpec([*taken.values()]), [])
-
-    def _offer(self, view: _View, keys: list[bytes], wants_grants: bool) -> dict[bytes, int] | None:
-        """Ask for slots for the absent blocks, and return these. None: the owner refuses, or does not answer."""
-        # Slots for the next stores are reserved under random names, behind the keys.
-        num_grants = min(_MAX_GRANTS, self.num_blocks // _GRANT_SHARE)
-        num_grants *= wants_grants and len(keys[0]) >= _MIN_NAME_BYTES
-        answer = None
-        with suppress(ValueError):
-            names = (os.urandom(len(keys[0])) for _ in range(num_grants))
-            payload, num_bytes = pack_keys([*keys, *names])[1:]
-            answer = self._ask(protocol.OFFER, num_grants, view.number, payload, num_bytes)
-        if answer is None or answer.flag:
-            return None
-        slots = np.frombuffer(answer.payload, "<i4").tolist()
-        self._grants.slots += [slot for slot in slots[len(keys) :] if slot >= 0]
-        return {key: slot for key, slot in zip(keys, slots, strict=False) if slot >= 0}
 
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
         view = self._views.get(req_context) if isinstance(req_context, ReqContext) else None
@@ -414,12 +381,7 @@ class NodeManager(LastLookUp, OffloadingManager):
             return
         slots = {key: view.writing.pop(key) for key in keys if key in view.writing}
         if slots:
-            names = b"", 0
-            if not self._grants.blocks.isdisjoint(slots):
-                self._grants.blocks.difference_update(slots)
-                with suppress(ValueError):
-                    names = pack_keys([*slots])[1:]
-            self._tell_stored(view.number, success, slots.values(), names)
+            self._tell_stored(view.number, success, slots.values())
             self._counts["stored_blocks" if success else "failed_blocks"] += len(slots)
             self._drop_stale()
         self._end_if_done(view, req_context)
@@ -435,7 +397,6 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._end_if_done(view, req_context)
 
     def on_schedule_end(self) -> None:
-        self._grants.num_small = 0
         if not self._link.is_ready:
             self._reconnect()
         elif self._unsent:
@@ -454,8 +415,6 @@ class NodeManager(LastLookUp, OffloadingManager):
             else:
                 self._release(view)
         self.remember(None, None)
-        self._tell_stored(0, False, self._grants.slots)
-        self._grants = _Grants()
         self._due_reset = [version]
         self._reset()
 
@@ -608,10 +567,8 @@ class NodeManager(LastLookUp, OffloadingManager):
         if self._link.is_open:
             self._unsent.append(pack(op, flag, number, payload, key_bytes))
 
-    def _tell_stored(self, number: int, success: bool, slots: Collection[int], names: Any = (b"", 0)) -> None:
-        """Send the end of a store. `names` are the packed keys if the owner may know the slots under random names."""
-        payload = np.array([len(slots), *slots], "<i4").tobytes() + names[0]
-        self._tell(protocol.STORED, int(success), number, payload, names[1])
+    def _tell_stored(self, number: int, success: bool, slots: Collection[int]) -> None:
+        self._tell(protocol.STORED, int(success), number, np.array([len(slots), *slots], "<i4").tobytes())
 
     def _ask(self, op: int, flag: int, number: int, payload: bytes = b"", key_bytes: int = 0) -> Frame | None:
         """Return the owner's answer, or None if it does not answer."""
@@ -641,7 +598,7 @@ class NodeManager(LastLookUp, OffloadingManager):
     def _leases(self) -> list[tuple[int, list[int], list[int]]]:
         views: Iterable[_View] = [*self._views.values(), *self._stale]
         leases = [(view.number, view.held.slots, list(view.writing.values())) for view in views]
-        return [(0, [], self._grants.slots), *(lease for lease in leases if lease[1] or lease[2])]
+        return [lease for lease in leases if lease[1] or lease[2]]
 
     def _reconnect(self) -> None:
         """Try to come back to an owner, without waiting for it."""

@@ -18,7 +18,7 @@ from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.node import protocol
 from kvcache.node.batch import count_leases
 from kvcache.node.ledger import OWNER, Ledger, PoolLedger
-from kvcache.node.protocol import Frame, pack, unpack_keys, unpack_stored
+from kvcache.node.protocol import Frame, pack, unpack_keys, unpack_slots
 from kvcache.request import ReqContext, Retention, parse_hint
 from kvcache.tiering.manager import TieredOffloadingManager
 
@@ -66,12 +66,11 @@ class EngineLeases:
 class NodeLeases:
     """Applies the messages of engines to one manager, whose block ids are the slots of the pool.
 
-    `memory` has a row per slot, `engines` are the leases of each engine by its number.
+    `engines` are the leases of each engine by its number.
     """
 
-    def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, ledger: Ledger, memory: Any) -> None:
+    def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, ledger: Ledger) -> None:
         self.manager = manager
-        self._memory = memory
         self.ledger = ledger
         self.engines: dict[int, EngineLeases] = {}
         self.num_slots = len(ledger.state)
@@ -125,7 +124,7 @@ class NodeLeases:
         for lease in before.values():
             self._release(engine, lease)
         kept = {slot for _, _, slots in requests for slot in slots}
-        self._end_stores(engine, [slot for slot in writing if slot not in kept], [], None, False)
+        self._end_stores(engine, [slot for slot in writing if slot not in kept], None, False)
 
     def bury(self, number: int) -> None:
         """Return everything that an engine holds: all of its processes have ended."""
@@ -133,7 +132,7 @@ class NodeLeases:
         for lease in engine.leases.values():
             self._release(engine, lease)
             self.manager.on_request_finished(lease.context)
-        self._end_stores(engine, list(engine.writing), [], None, False)
+        self._end_stores(engine, list(engine.writing), None, False)
         self.ledger.drop_engine(number)
 
     def apply(self, engine: EngineLeases, frame: Frame) -> bytes | None:
@@ -154,7 +153,7 @@ class NodeLeases:
         elif op == protocol.STORED:
             # A request may end before its stores do.
             context = engine.leases[request].context if request in engine.leases else None
-            self._end_stores(engine, *unpack_stored(frame.payload, frame.key_bytes), context, bool(frame.flag))
+            self._end_stores(engine, unpack_slots(frame.payload), context, bool(frame.flag))
         elif op == protocol.RELEASE:
             if request in engine.leases:
                 self._release(engine, engine.leases[request])
@@ -248,70 +247,36 @@ class NodeLeases:
         return engine.num_held - num_stale + sum(map(bool, engine.writing.values()))
 
     def _offer(self, engine: EngineLeases, frame: Frame) -> bytes:
-        """Reserve slots for the absent blocks of a store, and for any later blocks: the flag counts their names."""
-        offered, _ = unpack_keys(frame.payload, frame.key_bytes)
-        keys = offered[: len(offered) - frame.flag]
+        """Reserve slots for the absent blocks of a store."""
+        keys, _ = unpack_keys(frame.payload, frame.key_bytes)
         lease = engine.leases[frame.request]
-        output = grants = None
-        pool = self.manager.pool
+        output = None
         if len(keys) + self._num_used(engine) <= self._limit:
             self._hooks.writer = engine.number
             try:
                 output = self.manager.prepare_store(keys, lease.context)
-                if output is not None and frame.flag and not (pool.gated_blocks or pool.policy.reads_clock):
-                    # Not for a policy that learns from each key, or that may decline the blocks.
-                    grants = pool.reserve(offered[len(keys) :], is_move=True)
             finally:
                 self._hooks.writer = OWNER
         if output is None:
             return pack(protocol.SLOTS, 1, frame.request)
         self.manager.reorder(lease.read_ends())
-        taken = output.keys_to_store
         slots = output.store_spec.block_ids  # type: ignore[attr-defined]
-        if grants is not None:
-            taken = taken + grants.keys_to_store
-            slots = np.concatenate([slots, grants.store_spec.block_ids])  # type: ignore[attr-defined]
-        engine.writing.update(zip(slots.tolist(), taken, strict=True))
-        return pack(protocol.SLOTS, 0, frame.request, _slots_of(offered, taken, slots))
+        engine.writing.update(zip(slots.tolist(), output.keys_to_store, strict=True))
+        return pack(protocol.SLOTS, 0, frame.request, _slots_of(keys, output.keys_to_store, slots))
 
     def _end_stores(
-        self, engine: EngineLeases, slots: list[int], names: list[bytes], context: ReqContext | None, success: bool
+        self, engine: EngineLeases, slots: list[int], context: ReqContext | None, success: bool
     ) -> None:
-        """Commit or drop stores of an engine. ValueError: it does not write these slots.
-
-        A slot whose key is not that of `names` was reserved under a random name, for any block.
-        """
+        """Commit or drop stores of an engine. ValueError: it does not write these slots."""
         if len(engine.writing.keys() & slots) < len(slots):
             raise ValueError(f"the engine does not write each of slots {slots}, once")
         keys = [engine.writing.pop(slot) for slot in slots]
-        for i, key in enumerate(names):
-            if success and keys[i] not in (b"", key):
-                keys[i] = self._rename(engine, keys[i], key, slots[i], context)
         stale = [slot for slot, key in zip(slots, keys, strict=True) if not key]
         if stale:
             self._count(engine, np.array(stale), -1)
             self.manager.pool.give_back(stale)
         if len(stale) < len(slots):
             self.manager.complete_store([key for key in keys if key] if stale else keys, context, success)
-
-    def _rename(self, engine: EngineLeases, name: bytes, key: bytes, slot: int, context: ReqContext | None) -> bytes:
-        """Give a written block its key in place of the random name of its slot; return the key to commit.
-
-        Another engine may have stored the block, or be writing it: then the copy is dropped with its name.
-        """
-        pool = self.manager.pool
-        pool.abort([name], is_move=True)
-        if pool.states([key]) == bytes([ABSENT]):
-            self._hooks.writer = engine.number
-            output = pool.reserve([key], context, is_move=True)
-            self._hooks.writer = OWNER
-            if output is not None and output.keys_to_store:
-                # A pool hands out the slot that was freed last, but first those that were never used.
-                (new_slot,) = output.store_spec.block_ids.tolist()  # type: ignore[attr-defined]
-                if new_slot != slot:
-                    self._memory[new_slot] = self._memory[slot]
-                return key
-        return name
 
     def _hold(self, engine: EngineLeases, lease: Lease, keys: list[bytes], slots: Any, is_pinned: bool = False) -> int:
         """Record leases of slots; return how many hold a block that another engine wrote."""

@@ -99,7 +99,7 @@ class NodePool:
             )
             self.has_tiers = isinstance(self.manager, TieredOffloadingManager)
             stack.callback(self.close)
-            self.leases = NodeLeases(self.manager, self.ledger, self.shared.array)
+            self.leases = NodeLeases(self.manager, self.ledger)
             for engine in engines:
                 self.leases.add_engine(engine)
             stack.pop_all()

@@ -19,7 +19,7 @@ from kvcache.node.batch import MAX_KEY_BYTES
 from kvcache.options import without_secrets
 from kvcache.transfer.shared_file import make_private, private_folder
 
-VERSION = 1
+VERSION = 2
 HEAD = struct.Struct("<IBBHI")
 """Bytes behind this field, operation, flag, bytes of one key, and the client's number of the request."""
 MAX_FRAME_BYTES = 64 << 20
@@ -87,15 +87,13 @@ def unpack_keys(payload: bytes, key_bytes: int, first: int = 0) -> tuple[list[by
     return np.frombuffer(payload, f"V{key_bytes}", num_keys, first + 4 + num_left).tolist(), ends
 
 
-def unpack_stored(payload: bytes, key_bytes: int) -> tuple[list[int], list[bytes]]:
-    """Return the slots of STORED, and their keys if it has them. ValueError or struct.error: it is invalid."""
+def unpack_slots(payload: bytes) -> list[int]:
+    """Return the slots of STORED. ValueError or struct.error: the payload has another length."""
     (num_slots,) = struct.unpack_from("<I", payload)
+    if len(payload) != 4 + 4 * num_slots:
+        raise ValueError(f"a list of {num_slots} slots has {len(payload)} bytes")
     slots: list[int] = np.frombuffer(payload, "<i4", num_slots, 4).tolist()
-    first = 4 + 4 * num_slots
-    keys = unpack_keys(payload, key_bytes, first)[0] if len(payload) > first else []
-    if len(keys) not in (0, num_slots):
-        raise ValueError(f"{num_slots} slots have {len(keys)} keys")
-    return slots, keys
+    return slots
 
 
 def unpack_hello(payload: bytes) -> tuple[dict[str, Any], list[tuple[int, list[int], list[int]]]]:

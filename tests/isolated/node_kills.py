@@ -18,14 +18,12 @@ from contextlib import suppress
 import numpy as np
 
 from kvcache import ReqContext
-from kvcache.node import client
 from kvcache.node.client import NodeManager, greeting, register_worker
 from kvcache.node.ledger import Ledger
 from kvcache.node.protocol import node_folder
 
 NUM_BLOCKS, BLOCK_BYTES, PIECE_BYTES = 384, 2048, 256
 NUM_ENGINES, NUM_DOCUMENTS, MAX_LENGTH = 3, 40, 24
-client._GRANT_SHARE = 16
 IDENTITY = {"num_blocks": NUM_BLOCKS, "block_bytes": BLOCK_BYTES, "block_size": 16, "model": "kills"}
 COUNTS = "loaded", "stored", "wrong", "outages"
 

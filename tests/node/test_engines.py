@@ -186,38 +186,21 @@ def test_draining_reset_forgets_stores(node, dies, monkeypatch):
     assert node.owner.pool.manager.pool.num_free == 64
 
 
-@pytest.mark.parametrize(("policy", "num_messages"), [("lru", 2), ("gittins", 6)])
-def test_small_stores_share_messages(node, policy, num_messages):
-    """The second store of a step brings slots for the next ones. A block that another engine stored first stays."""
-    node = node(1024, {"cache_policy": policy})
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
+def test_each_store_is_one_message(node, policy):
+    node = node(64, {"cache_policy": policy})
     engine, other = node.engine("a"), node.engine("b")
     stores = [prompt(document, 2) for document in range(5)]
     taken = [engine.prepare_store(*store).keys_to_store for store in [*stores, prompt(4, 2)]]
     assert taken == [*(keys for keys, _ in stores), []]
-    num_grants = 1024 // 128 if policy == "lru" else 6
-    assert (engine.parts()[1].stats.round_trips, len(engine._grants.slots)) == (num_messages, num_grants - 6)
-    turn(other, *stores[3])
+    assert engine.parts()[1].stats.round_trips == 6
+    assert other.prepare_store(*prompt(3, 2)).keys_to_store == []
     for keys, context in stores:
         engine.complete_store(keys, context, success=keys != stores[4][0])
         engine.on_request_finished(context, use_positions=True)
-    assert engine.owner_figures()["num_pending"] == len(engine._grants.slots)
-    node.check()
+    assert engine.owner_figures()["num_pending"] == 0
     assert [other.lookup(*prompt(document, 2)) for document in range(5)] == [2, 2, 2, 2, 0]
-    engine.reset_cache()
-    # The other engine's look-ups hold eight slots.
-    assert (engine._grants.slots, engine.owner_figures()["num_free"]) == ([], 1024 - 8)
     node.check()
-
-
-def test_refused_store_brings_no_slots(node, monkeypatch):
-    monkeypatch.setattr("kvcache.node.client._GRANT_SHARE", 32)
-    node = node(64)
-    first, second, engine = map(node.engine, "abc")
-    stores = [(first, 32), (first, 1), (second, 2), (engine, 18), (engine, 10), (engine, 4)]
-    outputs = [manager.prepare_store(*prompt(document, length)) for document, (manager, length) in enumerate(stores)]
-    # An engine writes at most half of the pool.
-    assert [output is None for output in outputs] == [False, True, False, False, False, True]
-    assert (engine.owner_figures()["num_pending"], engine.stats().rejected_stores) == (62, 1)
 
 
 def test_slot_of_two_requests_counts_once(node):
@@ -346,12 +329,11 @@ def test_ended_request_holds_nothing(node):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_clients_match_model(node, seed, monkeypatch):
+def test_random_clients_match_model(node, seed):
     """Random calls of three engines, resets and new owners: no two writers of a slot, no lost slot, no wrong block.
 
     `memory` has the key of each slot's block, as copies would leave it.
     """
-    monkeypatch.setattr("kvcache.node.client._GRANT_SHARE", 12)
     node, dice = node(48), random.Random(seed)
     engines = [node.engine(name) for name in "abc"]
     loads, stores, requests = [], [], []
@@ -412,9 +394,7 @@ def test_random_clients_match_model(node, seed, monkeypatch):
         turn(engine, *prompt(7, 1))  # its end returns the slots of copies from before a reset
     *_, figures = [engine.owner_figures() for engine in engines]
     assert [engine._views for engine in engines] == [{}] * 3
-    granted = [slot for engine in engines for slot in engine._grants.slots]
-    withheld = node.leases._hooks.withheld
-    assert withheld.keys() <= {*granted}
-    assert (figures["num_referenced"], figures["num_pending"] + len(withheld)) == (0, len(granted))
+    assert not node.leases._hooks.withheld
+    assert (figures["num_referenced"], figures["num_pending"]) == (0, 0)
     node.check()
     assert node.owner.stats["dropped_clients"] == 0
