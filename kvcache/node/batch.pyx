@@ -116,7 +116,7 @@ cdef class HeldBlocks:
 
 
 cdef class LastLookUp:
-    """Answers for the blocks that the last look-up holds; `look_up` of the subclass answers for all others."""
+    """Answers for the blocks that the last look-up holds; `acquire` of the subclass answers for all others."""
 
     cdef object request
     cdef HeldBlocks held
@@ -128,4 +128,4 @@ cdef class LastLookUp:
         """Return the state of one key: absent 0, being written 1, ready and held 2, ask again 3."""
         if self.held is not None and req_context is self.request and self.held.find(key) >= 0:
             return READY
-        return self.look_up(key, req_context)
+        return self.acquire(key, req_context)

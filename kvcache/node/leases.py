@@ -139,11 +139,9 @@ class NodeLeases:
         """Apply one message, and return the answer, if it has one. ValueError or struct.error: it is invalid."""
         op, request = frame.op, frame.request
         if op == protocol.ACQUIRE:
-            return self._acquire(engine, frame)
+            return self._acquire_one(engine, frame) if frame.flag == protocol.ONE_KEY else self._acquire(engine, frame)
         if op == protocol.OFFER:
             return self._offer(engine, frame)
-        if op == protocol.LOOKUP:
-            return self._look_up(engine, frame)
         if op == protocol.RESET:
             self.manager.reset_cache(json.loads(frame.payload))
             self._hooks.forget()
@@ -185,7 +183,7 @@ class NodeLeases:
         keys = lease.keys[start:] if start else lease.keys
         if lease.is_stale:
             return self._answer(engine, lease, frame.request, [], [], ABSENT)
-        if frame.flag & protocol.MULTI:
+        if frame.flag == protocol.HYBRID:
             states = self.manager.pool.states(keys)
             ready = [key for key, state in zip(keys, states, strict=True) if state == READY]
             return self._answer(engine, lease, frame.request, keys, ready, ABSENT)
@@ -198,7 +196,7 @@ class NodeLeases:
         ready = keys[:num_ready]
         return self._answer(engine, lease, frame.request, ready, ready, PENDING if is_coming else ABSENT)
 
-    def _look_up(self, engine: EngineLeases, frame: Frame) -> bytes:
+    def _acquire_one(self, engine: EngineLeases, frame: Frame) -> bytes:
         """Look up one key of a prompt, in tiers, too."""
         (place,) = struct.unpack("<I", frame.payload)
         lease = self._extend(engine, frame, 4)

@@ -23,11 +23,12 @@ VERSION = 2
 HEAD = struct.Struct("<IBBHI")
 """Bytes behind this field, operation, flag, bytes of one key, and the client's number of the request."""
 MAX_FRAME_BYTES = 64 << 20
-HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, LOOKUP, RELEASE = range(1, 9)
-OFFER, SLOTS, STORED, END, RESET, STATS, DONE = range(9, 16)
-# A flag of ACQUIRE. That of HELD is the state of the block behind those that are held, and that of SLOTS is 1 if the
-# store is refused. Both answers have the slot of each block that was asked for, and -1 for a block that gets none.
-MULTI = 1
+HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, RELEASE = range(1, 8)
+OFFER, SLOTS, STORED, END, RESET, STATS, DONE = range(8, 15)
+# Flags of ACQUIRE: all ready blocks of a prompt instead of the leading ones; one block, also of a tier.
+# The flag of HELD is the state of the block behind those that are held, and that of SLOTS is 1 if the store is refused.
+# Both answers have the slot of each block that was asked for, and -1 for a block that gets none.
+HYBRID, ONE_KEY = 1, 2
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 

@@ -39,7 +39,7 @@ print(worker, flush=True)
 sys.stdin.readline()
 _, payload, key_bytes = pack_keys([key_of(3, 0)])
 late = protocol.pack(protocol.OFFER, 0, 9, payload, key_bytes) + protocol.pack(protocol.STORED, 1, 9, slots)
-manager._link.send(late)
+manager._link._sock.sendall(late)
 os._exit(0)
 """
 

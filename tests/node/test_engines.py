@@ -100,7 +100,7 @@ def test_block_being_written_makes_others_wait(node, monkeypatch):
     writer.prepare_store(keys, context)
     other = prompt(1, 4)[1]
     assert [reader.status(keys[0], other) for _ in range(3)] == [1, 1, 1]
-    monkeypatch.setattr("kvcache.node.client._MAX_PENDING_S", 0.1)
+    monkeypatch.setattr("kvcache.node.prompt._MAX_PENDING_S", 0.1)
     wait_for(lambda: reader.status(keys[0], other) == 0)
     reader.on_request_finished(other)
     writer.complete_store(keys, context)
@@ -155,6 +155,36 @@ def test_several_groups_hold_all_ready_blocks(node):
     engine.complete_load([keys[13]], context)
     engine.owner_figures()
     assert node.leases.engines[engine.number].num_held == 0
+
+
+def test_hybrid_blocks_return_from_tier(node):
+    """Blocks that lie in a tier only are found, the first one of the prompt, too."""
+    node = node(16, {"cache_policy": "lru", "tiers": [{"type": "memory", "capacity": "64KiB"}]})
+    engine, other = node.engine("a", num_groups=2), node.engine("b", num_groups=2)
+
+    def ask(reader, document):
+        keys = [key_of(document, place, group) for group in (0, 1) for place in range(2)]
+        context = ReqContext()
+        context.set_offload_key_positions({key: 16 * (i % 2 + 1) for i, key in enumerate(keys)})
+        states = [reader.status(key, context) for key in keys]
+        reader.on_schedule_end()
+        return keys, context, states
+
+    for document in range(8):
+        keys, context, _ = ask(engine, document)
+        engine.complete_store(engine.prepare_store(keys, context).keys_to_store, context)
+        engine.on_request_finished(context, use_positions=True)
+        engine.owner_figures()
+        wait_for(lambda: not node.owner.pool.manager.has_pending_work())
+    for document in (0, 1):
+        keys, context, states = ask(other, document)
+        assert states == [1] * 4
+        wait_for(lambda context=context, keys=keys: [other.status(key, context) for key in keys] == [2] * 4)
+        other.prepare_load(keys, context)
+        other.complete_load(keys, context)
+        other.on_request_finished(context)
+    other.owner_figures()
+    node.check()
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -292,7 +322,7 @@ def test_greeting_names_own_slots_only(node, monkeypatch):
     assert first.lookup(*held) == 4
     slots = first.prepare_load(*held).block_ids.tolist()
     monkeypatch.setattr(second, "_leases", lambda: [(1, slots, [])])
-    second._lose(OSError("planted"))
+    second._link.lose(OSError("planted"))
     wait_for(lambda: second.on_schedule_end() or node.owner.stats["dropped_clients"])
     assert not second._link.is_ready
     node.check()
@@ -306,10 +336,11 @@ def test_store_whose_end_is_lost_ends(node):
     engine.prepare_store(keys, context)
     engine.complete_store(keys, context)
     # The connection is lost before the owner knows. A message that arrives in it later has no effect.
-    old, engine._link._sock, engine._link.is_ready = engine._link._sock, None, False
+    old = engine._link._sock.dup()
+    engine._link.close()
     wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
     with old, suppress(OSError):
-        old.sendall(protocol.pack(protocol.RELEASE, 0, engine._views[held[1]].number))
+        old.sendall(protocol.pack(protocol.RELEASE, 0, engine._prompts[held[1]].number))
     *_, figures = [engine.owner_figures() for _ in range(2)]
     assert (figures["num_pending"], figures["num_referenced"]) == (0, 4)
     assert engine.lookup(*prompt(2, 4)) == 0
@@ -393,7 +424,7 @@ def test_random_clients_match_model(node, seed):
     for engine in engines:
         turn(engine, *prompt(7, 1))  # its end returns the slots of copies from before a reset
     *_, figures = [engine.owner_figures() for engine in engines]
-    assert [engine._views for engine in engines] == [{}] * 3
+    assert [engine._prompts for engine in engines] == [{}] * 3
     assert not node.leases._hooks.withheld
     assert (figures["num_referenced"], figures["num_pending"]) == (0, 0)
     node.check()

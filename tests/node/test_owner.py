@@ -436,7 +436,7 @@ def test_status_and_top_show_each_engine(node, run, tmp_path, monkeypatch):
     first, second = node.engine("a"), node.engine("b")
     turn(first, *prompt(1, 24))
     assert second.lookup(*prompt(1, 24)) == 24
-    first._lose(OSError("planted"))
+    first._link.lose(OSError("planted"))
     wait_for(lambda: first.on_schedule_end() or first._link.is_ready)
     first.prepare_store([key_of(2, 0)], ReqContext())
     shown = [" ".join(line.split()) for line in run("status")[1].splitlines()]
@@ -463,4 +463,4 @@ def test_top_shows_use_of_pool(node):
             console.print(view("x", history, None))
         expected = f"0 messages/s, {int(bool(reason))} outages; 0 blocks/s found that other engines stored"
         assert (reason or "node's pool: ") + expected in captured.get()
-        engine._lose(OSError("planted"))
+        engine._link.lose(OSError("planted"))

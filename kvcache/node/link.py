@@ -1,0 +1,218 @@
+"""A client's connection to the owner of its pool.
+
+A client waits for an owner for a bounded time only: its scheduler serves requests without the pool, too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+from kvcache.node import protocol
+from kvcache.node.protocol import Frame, FrameReader, pack
+
+_LOG = logging.getLogger(__name__)
+_START_TIMEOUT_S = 600.0
+"""How long an engine waits at its start, while the owner allocates the memory."""
+_SPAWN_TIMEOUT_S = 30.0
+_SEND_S, ANSWER_S = 0.01, 0.035
+_RESTART_S = 2.0
+
+
+class LinkState(Enum):
+    """Whether a client may send messages."""
+
+    CLOSED = auto()
+    GREETED = auto()
+    """The owner has not answered the greeting yet."""
+    READY = auto()
+
+
+class Link:
+    """A connection to the owner of a folder's pool. `hello` identifies the client.
+
+    Messages without an answer wait for the next one with an answer, or for `flush`. An answer is awaited for at most
+    `patience_s`; then the connection is closed, and the next owner or `meet` finds the leases in the ledger. With
+    `starts_owner`, a missing owner is started.
+    """
+
+    def __init__(
+        self, folder: Path, hello: dict[str, Any], starts_owner: bool = True, patience_s: float = ANSWER_S
+    ) -> None:
+        self.folder, self.hello, self.starts_owner = folder, hello, starts_owner
+        self._patience_s = patience_s
+        self._sock: socket.socket | None = None
+        self._reader = FrameReader()
+        self._state = LinkState.CLOSED
+        self._unsent: list[bytes] = []
+        # When to greet an owner again, and when to start one again.
+        self.retry_s = self._restart_s = 0.0
+        self.counts = {"round_trips": 0, "outages": 0, "shared_hit_blocks": 0}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the owner has welcomed the client."""
+        return self._state is LinkState.READY
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection, welcomed or not."""
+        return self._state is not LinkState.CLOSED
+
+    def tell(self, op: int, flag: int, request: int, payload: bytes = b"", key_bytes: int = 0) -> None:
+        """Send a message without an answer later. Without an owner nothing is sent: the greeting lists the leases."""
+        if self.is_open:
+            self._unsent.append(pack(op, flag, request, payload, key_bytes))
+
+    def ask(self, op: int, flag: int, request: int, payload: bytes = b"", key_bytes: int = 0) -> Frame | None:
+        """Send a message, and return its answer, or None if the owner does not answer."""
+        if not self.is_ready:
+            return None
+        self._unsent.append(pack(op, flag, request, payload, key_bytes))
+        self.counts["round_trips"] += 1
+        self.flush()
+        if not self.is_ready:
+            return None
+        try:
+            frame = self.receive(self._patience_s)
+            if frame is None:
+                raise TimeoutError("the owner takes too long")
+            return frame
+        except OSError as error:
+            self.lose(error)
+            return None
+
+    def flush(self) -> None:
+        """Send the messages that wait."""
+        if not self._unsent or not self.is_ready:
+            return
+        assert self._sock is not None
+        data = b"".join(self._unsent)
+        self._unsent.clear()
+        try:
+            self._sock.sendall(data)
+        except OSError as error:
+            self.lose(error)
+
+    def lose(self, error: OSError) -> None:
+        """Go on without the owner. The leases stay: the ledger has them."""
+        self.counts["outages"] += 1
+        self.hello["outages"] = self.counts["outages"]
+        _LOG.warning("the owner of %s does not answer (%r): look-ups miss until it does", self.folder, error)
+        self.close()
+
+    def greet(self, leases: list[tuple[int, list[int], list[int]]]) -> None:
+        """Connect and send the greeting. OSError: no owner listens."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        pidfd = os.pidfd_open(os.getpid())
+        try:
+            sock.setblocking(False)
+            sock.connect(str(self.folder / "socket"))
+            payload = json.dumps({**self.hello, "leases": leases}).encode()
+            sock.setblocking(True)
+            for option, seconds in ((socket.SO_SNDTIMEO, _SEND_S), (socket.SO_RCVTIMEO, self._patience_s)):
+                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)))
+            frame = pack(protocol.HELLO, 0, 0, payload)
+            sent = socket.send_fds(sock, [frame], [pidfd])
+            sock.sendall(frame[sent:])
+        except OSError:
+            sock.close()
+            raise
+        finally:
+            os.close(pidfd)
+        self._sock, self._reader, self._state = sock, FrameReader(), LinkState.GREETED
+        self._unsent.clear()
+
+    def meet(self, leases: list[tuple[int, list[int], list[int]]], timeout_s: float = 0.0) -> Frame | None:
+        """Greet the owner if that is not done, and return its answer, or None if it has not arrived.
+
+        If no owner listens, one is started, unless another was started a moment before.
+        """
+        try:
+            if not self.is_open:
+                self.greet(leases)
+            frame = self.receive(timeout_s)
+        except OSError as error:
+            self.close()
+            is_gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
+            if is_gone and self.starts_owner and time.monotonic() >= self._restart_s:
+                self._restart_s = time.monotonic() + _RESTART_S
+                spawn_owner(self.folder)
+            return None
+        if frame is not None:
+            self._state = LinkState.READY
+            if frame.op == protocol.REFUSED:
+                self.close()
+        return frame
+
+    def receive(self, timeout_s: float = 0.0) -> Frame | None:
+        """Return the next frame, or None if it has not arrived. OSError: the owner has ended."""
+        assert self._sock is not None
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                data = self._sock.recv(1 << 16, 0 if timeout_s else socket.MSG_DONTWAIT)
+                for frame in self._reader.feed(data):
+                    return frame
+                if not data:
+                    raise ConnectionResetError("the owner has ended")
+            except BlockingIOError:
+                pass
+            if time.monotonic() >= end_s:
+                return None
+
+    def close(self) -> None:
+        """Close the connection; the owner keeps the leases."""
+        if self._sock is not None:
+            self._sock.close()
+        self._sock, self._state = None, LinkState.CLOSED
+
+
+def spawn_owner(folder: Path) -> None:
+    """Start an owner process that outlives this one, unless one serves the folder already; does not wait for it."""
+    # Two forks: engines end all of their children. The owner finds the modules that this process finds.
+    code = "import os, sys\nif os.fork(): os._exit(0)\nfrom kvcache.node.owner import main\nsys.exit(main(sys.argv[1]))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # -P: no module is taken from the working directory, which may be open to others.
+    words = [sys.executable, "-P", "-c", code, str(folder)]
+    with (folder / "log").open("ab") as log:
+        child = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+    # An engine's step must not wait for the interpreter to start.
+    threading.Thread(target=child.wait, daemon=True).start()
+
+
+def connect(link: Link) -> dict[str, Any]:
+    """Greet the owner; return its answer. ValueError: the engine is refused."""
+    end_s = time.monotonic() + _SPAWN_TIMEOUT_S
+    fd = os.open(link.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        # Under the lock the owner does not end, and no two engines start one.
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        while time.monotonic() < end_s:
+            frame = link.meet([], _START_TIMEOUT_S)
+            if frame is None:
+                # An owner that is ending may still have the folder's lock.
+                time.sleep(0.01)
+                continue
+            if not link.is_ready:
+                raise ValueError(f"the pool of this node in {link.folder} refuses the engine: {frame.payload.decode()}")
+            answer: dict[str, Any] = json.loads(frame.payload)
+            link.hello["pool_id"] = answer["pool_id"]
+            return answer
+    finally:
+        os.close(fd)
+    link.close()
+    raise ValueError(f"no owner of the pool in {link.folder} answers; see {link.folder / 'log'}")
