@@ -129,6 +129,7 @@ class Registry:
 
 
 _EXTRAS = {
+    "cryptography": "cryptography",
     "dask": "dask",
     "distributed": "dask",
     "matplotlib": "plot",
@@ -190,7 +191,11 @@ TIERS = Registry(
 CODECS = Registry(
     "codec",
     "kvcache.codecs",
-    {"fp8": "kvcache.tiers.codecs.fp8:Fp8Codec", "zstd": "kvcache.tiers.codecs.zstd:ZstdCodec"},
+    {
+        "fp8": "kvcache.tiers.codecs.fp8:Fp8Codec",
+        "zstd": "kvcache.tiers.codecs.zstd:ZstdCodec",
+        "aes_gcm": "kvcache.tiers.codecs.aes_gcm:AesGcmCodec",
+    },
     "kvcache.tiers.base.codec:Codec",
 )
 

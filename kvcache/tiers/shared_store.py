@@ -96,6 +96,7 @@ class SharedStoreTier(JobTier):
             host_blocks,
             medium,
             codec=codec,
+            fingerprint=fingerprint,
             max_queued_blocks=max(1, max_queued_bytes // self.block_bytes),
             maintain_interval_s=maintain_interval_s,
             **options,

@@ -266,8 +266,8 @@ def test_codecs_share_nothing():
 @pytest.mark.parametrize(
     ("codec", "message"),
     [
-        ("zstd", "codec in a memory tier must be a dict with a type, one of fp8, zstd, got 'zstd'"),
-        ({"type": "lz5"}, "unknown codec 'lz5', known ones: fp8, zstd"),
+        ("zstd", "codec in a memory tier must be a dict with a type, one of fp8, zstd, aes_gcm, got 'zstd'"),
+        ({"type": "lz5"}, "unknown codec 'lz5', known ones: fp8, zstd, aes_gcm"),
         ({"type": "zstd", "level": 40}, "level of zstd must be in 1..22, got 40"),
         ({"type": "zstd", "levle": 1}, "unknown options of codec zstd: levle"),
         ({"type": "fp8"}, "codec fp8 needs 'dtype'"),

@@ -28,9 +28,13 @@ class Codec(Configurable, ABC):
     ----------
     is_lossy : bool
         Whether a decoded block may differ from the one that was encoded. Decoding one code always gives the same bytes.
+    is_authenticated : bool
+        Whether `decode_named` itself refuses every changed code. The tier then keeps no checksum beside the code: a
+        checksum of the block would confirm a guess of its bytes.
     """
 
     is_lossy = False
+    is_authenticated = False
 
     @property
     @abstractmethod
@@ -75,6 +79,14 @@ class Codec(Configurable, ABC):
         ValueError
             `code` is not a code.
         """
+
+    def encode_named(self, name: bytes, block: memoryview, target: memoryview) -> int:
+        """Encode the block called `name`: a digest of the tier's fingerprint, and the block's key; see `encode`."""
+        return self.encode(block, target)
+
+    def decode_named(self, name: bytes, code: memoryview, block: memoryview) -> None:
+        """Decode the block called `name`; see `decode`."""
+        self.decode(code, block)
 
 
 def parse_codec(name: str, value: object) -> Component:

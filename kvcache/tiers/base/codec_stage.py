@@ -1,15 +1,18 @@
 """CodecStage: the rows in which an I/O thread encodes blocks before `put`, and from which it decodes them after `get`.
 
 A row is a header, the code, and zeros. The header carries two checksums, of the code and of the decoded block, so both
-the stored bytes and the block that comes back are verified, with a lossy codec, too.
+the stored bytes and the block that comes back are verified, with a lossy codec, too. Both are 0 with a codec that
+authenticates its codes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
@@ -28,14 +31,24 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("<8sQQQ")
 _MAGIC = b"kvcodec1"
+_CONTEXT_BYTES = 16
 assert _HEADER.size == HEADER_BYTES
 
 
 class CodecStage:
     """Encoded rows of at most `num_threads` batches of `max_blocks` blocks that I/O threads move at the same time."""
 
-    def __init__(self, codec: Codec, host_blocks: HostBlocks, num_threads: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        host_blocks: HostBlocks,
+        num_threads: int,
+        max_blocks: int,
+        fingerprint: Mapping[str, Any] | None = None,
+    ) -> None:
         self._codec = codec
+        described = json.dumps(dict(fingerprint or {}), sort_keys=True, default=str).encode()
+        self._context = hashlib.blake2b(described, digest_size=_CONTEXT_BYTES).digest()
         self._block_bytes = host_blocks.shape[1]
         row_bytes, _ = stored_form(codec, host_blocks, None)
         num_rows = num_threads * max_blocks
@@ -108,31 +121,34 @@ class CodecStage:
         """Encode a block into a row; return the code's length, 0 if it cannot be encoded."""
         target = self.rows[row].data
         try:
-            num_bytes = self._codec.encode(block, target[HEADER_BYTES : HEADER_BYTES + self._codec.max_bytes])
+            space = target[HEADER_BYTES : HEADER_BYTES + self._codec.max_bytes]
+            num_bytes = self._codec.encode_named(self._context + key, block, space)
         except CannotEncodeError:
             return 0
         code = target[HEADER_BYTES : HEADER_BYTES + num_bytes]
-        decoded = block
-        if self._codec.is_lossy:
-            decoded = memoryview(bytearray(self._block_bytes))
-            self._codec.decode(code, decoded)
-        sums = checksum(key, code, num_bytes, 0), checksum(key, decoded, self._block_bytes, 0)
+        decoded, sums = block, (0, 0)
+        if not self._codec.is_authenticated:
+            if self._codec.is_lossy:
+                decoded = memoryview(bytearray(self._block_bytes))
+                self._codec.decode_named(self._context + key, code, decoded)
+            sums = checksum(key, code, num_bytes, 0), checksum(key, decoded, self._block_bytes, 0)
         _HEADER.pack_into(target, 0, _MAGIC, num_bytes, *sums)
         # The row still holds the end of an older block.
         self.rows[row, HEADER_BYTES + num_bytes :] = 0
         return num_bytes
 
     def _decode(self, key: bytes, row: int, block: memoryview) -> bool:
-        """Decode a row into a block; return whether both checksums match."""
+        """Decode a row into a block; return whether it is the block that was encoded."""
         source = self.rows[row].data
         magic, num_bytes, code_sum, block_sum = _HEADER.unpack_from(source)
         if magic != _MAGIC or not 0 < num_bytes <= self._codec.max_bytes:
             return False
         code = source[HEADER_BYTES : HEADER_BYTES + num_bytes]
-        if checksum(key, code, num_bytes, 0) != code_sum:
+        has_sums = not self._codec.is_authenticated
+        if has_sums and checksum(key, code, num_bytes, 0) != code_sum:
             return False
         try:
-            self._codec.decode(code, block)
+            self._codec.decode_named(self._context + key, code, block)
         except ValueError:
             return False
-        return bool(checksum(key, block, self._block_bytes, 0) == block_sum)
+        return not has_sums or bool(checksum(key, block, self._block_bytes, 0) == block_sum)

@@ -47,6 +47,8 @@ class JobTier(Medium, Tier):
     codec : Codec, optional
         Encodes blocks on their way to the medium. The batches of `get` and `put` then hold encoded rows in place of
         host blocks; `kvcache.tiers.base.codec.stored_form` returns their length.
+    fingerprint : mapping, optional
+        Identifies the model and the geometry of the blocks; codecs that encrypt bind a block to it.
     num_blocks : int, optional
         Blocks that the tier holds, if it owns its space and starts empty.
     cache_policy : str or type
@@ -82,6 +84,7 @@ class JobTier(Medium, Tier):
         medium: str,
         *,
         codec: Codec | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
         num_blocks: int | None = None,
         cache_policy: str | type = "lru",
         num_threads: int = 4,
@@ -100,7 +103,7 @@ class JobTier(Medium, Tier):
             # Not imported without a codec: it needs a package of an extra.
             from kvcache.tiers.base.codec_stage import CodecStage
 
-            self._stage = CodecStage(codec, self._pool, num_threads, max_batch_blocks)
+            self._stage = CodecStage(codec, self._pool, num_threads, max_batch_blocks, fingerprint)
             self.host_rows = self._stage.rows
         self.medium = medium
         self.num_blocks = 0 if num_blocks is None else num_blocks

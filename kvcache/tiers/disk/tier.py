@@ -173,6 +173,7 @@ class DiskTier(JobTier):
             host_blocks,
             "DISK",
             codec=codec,
+            fingerprint=fingerprint,
             num_blocks=self._header.num_slots,
             cache_policy=values.cache_policy,
             num_threads=values.num_threads,

@@ -1,0 +1,258 @@
+"""The codec aes_gcm: what it hides and refuses, keys that are rotated, and keys that are wrong or cannot be read."""
+
+import multiprocessing
+import os
+import struct
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from local_stores import LocalValkey
+from stores import found, load_as_is, payload, store_as_is
+
+from kvcache.assembly.assemble import parse_tier
+from kvcache.testing.tier_contract import TierContract
+from kvcache.tiers.codecs.aes_gcm import KEYS_VARIABLE, AesGcmCodec
+from kvcache.tiers.memory import MemoryTier
+
+BLOCK_BYTES = 4096
+KEYS = [bytes([number]) * 36 for number in range(1, 9)]
+MASTER = b"a master key of 32 bytes, kept .."
+OLD, NEW = f"old {MASTER[:32].hex()}", f"new-2026.1 {'0f' * 32}"
+CODE_BYTES = 16 + 12 + BLOCK_BYTES + 16
+ROW = struct.Struct("<8sQQQ")
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    monkeypatch.setenv(KEYS_VARIABLE, OLD)
+
+
+class TestContract(TierContract):
+    def open_tier(self, path, host_blocks, num_blocks):
+        return MemoryTier(num_blocks, host_blocks, codec=AesGcmCodec(host_blocks.shape[1]))
+
+    def options(self, path, num_blocks):
+        return {"capacity": 2 * num_blocks * self.block_bytes, "codec": {"type": "aes_gcm"}}
+
+
+def encode(codec, name, block):
+    code = bytearray(codec.max_bytes)
+    return code[: codec.encode_named(name, memoryview(block), memoryview(code))]
+
+
+def test_code_matches_standard_algorithms():
+    block = os.urandom(BLOCK_BYTES)
+    code = bytes(encode(AesGcmCodec(BLOCK_BYTES), b"name", block))
+    assert (code[:16], len(code)) == (b"old".ljust(16, b"\0"), CODE_BYTES)
+    key = HKDF(SHA256(), 32, salt=None, info=b"kvcache aes_gcm 1name").derive(MASTER[:32])
+    assert AESGCM(key).decrypt(code[16:28], code[28:], b"name") == block
+
+
+def test_changed_code_is_refused():
+    codec = AesGcmCodec(64)
+    code, block = encode(codec, b"name", os.urandom(64)), memoryview(bytearray(64))
+    codec.decode_named(b"name", memoryview(code), block)
+    for at in range(len(code)):
+        changed = bytearray(code)
+        changed[at] ^= 1
+        with pytest.raises(ValueError, match=r"unknown key" if at < 16 else r"are not those"):
+            codec.decode_named(b"name", memoryview(changed), block)
+    for length in (0, 1, 43, 44, len(code) - 1):
+        with pytest.raises(ValueError, match=r"unknown key|another length"):
+            codec.decode_named(b"name", memoryview(code)[:length], block)
+    with pytest.raises(ValueError, match="are not those"):
+        codec.decode_named(b"another name", memoryview(code), block)
+
+
+class Engine:
+    """A configured tier with the codec, and the payload of each key in its pool."""
+
+    def __init__(self, place, fingerprint=None, **codec):
+        self.host = np.zeros((len(KEYS), BLOCK_BYTES), np.uint8)
+        entry = place | {"codec": {"type": "aes_gcm", **codec}}
+        self.tier = parse_tier(entry).make(self.host, fingerprint or {"model": "m"})
+
+    def store(self, keys, job_id=1):
+        for row, key in zip(self.host, keys, strict=False):
+            row[:] = payload(key, BLOCK_BYTES)
+        return store_as_is(self.tier, keys, job_id)
+
+    def load(self, keys, job_id=2):
+        """Load keys, and return those whose bytes are right; wrong ones must not be reported."""
+        self.host[:] = 0
+        result = load_as_is(self.tier, keys, job_id)
+        assert result.error == ""
+        for row, key in zip(self.host, keys, strict=False):
+            assert key not in result.done or (row == payload(key, BLOCK_BYTES)).all()
+        return result.done
+
+
+@pytest.fixture(params=["disk", "valkey"])
+def place(request, tmp_path):
+    """An entry of `tiers`, without its codec."""
+    if request.param == "disk":
+        yield {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}
+        return
+    server = LocalValkey()
+    yield {"type": "valkey", "url": server.url}
+    server.kill()
+
+
+@pytest.fixture
+def start(place, opened):
+    """Start an engine; an earlier one on a disk ends."""
+
+    def start_one(**options):
+        for tier in opened if place["type"] == "disk" else ():
+            tier.shutdown()
+        engine = Engine(place, **options)
+        opened.append(engine.tier)
+        return engine
+
+    return start_one
+
+
+def test_wrong_key_is_a_counted_miss(start, monkeypatch):
+    assert sorted(start().store(KEYS).done) == KEYS
+    for line in (NEW, f"old {'00' * 32}"):
+        monkeypatch.setenv(KEYS_VARIABLE, line)
+        engine = start()
+        assert found(engine.tier, KEYS) == len(KEYS)
+        assert engine.load(KEYS) == []
+        assert (engine.tier.stats().corrupt_blocks, engine.tier.stats().loaded_blocks) == (len(KEYS), 0)
+    monkeypatch.setenv(KEYS_VARIABLE, OLD)
+    assert start().load(KEYS) == KEYS
+
+
+def test_rotation_keeps_blocks(start, monkeypatch):
+    start().store(KEYS[:4])
+    # The new key is known everywhere before any engine encrypts with it.
+    for lines in (f"{OLD}\n{NEW}\n", f"{NEW}, {OLD}"):
+        monkeypatch.setenv(KEYS_VARIABLE, lines)
+        engine = start()
+        assert engine.load(KEYS[:4]) == KEYS[:4]
+    engine.store(KEYS[4:])
+    monkeypatch.setenv(KEYS_VARIABLE, NEW)
+    assert start().load(KEYS) == KEYS[4:]
+
+
+@pytest.mark.parametrize("inner", [{"type": "zstd", "share": 1.0}, {"type": "fp8", "dtype": "bfloat16"}])
+def test_inner_codec_is_encrypted(start, inner):
+    engine = start(codec=inner)
+    engine.host[:] = np.arange(BLOCK_BYTES, dtype=np.uint8) // 16
+    expected = engine.host.copy()
+    assert sorted(store_as_is(engine.tier, KEYS).done) == KEYS
+    engine.host[:] = 0
+    assert load_as_is(engine.tier, KEYS).done == KEYS
+    if inner["type"] == "zstd":
+        assert (engine.host == expected).all()
+        assert engine.tier.stats().code_bytes < engine.tier.stats().raw_bytes / 2
+
+
+def test_stored_row_tells_nothing_of_block():
+    """Not even a checksum: who guesses a block could confirm it."""
+    host = np.full((2, BLOCK_BYTES), 7, np.uint8)
+    tier = MemoryTier(2, host, codec=AesGcmCodec(BLOCK_BYTES))
+    store_as_is(tier, KEYS[:2])
+    rows = [row.tobytes() for row in tier._blocks]
+    assert [ROW.unpack_from(row) for row in rows] == [(b"kvcodec1", CODE_BYTES, 0, 0)] * 2
+    # Equal blocks, and one key of the environment: but for its id, no 8 bytes are equal.
+    parts = [{row[at : at + 8] for at in range(48, 32 + CODE_BYTES - 8)} for row in rows]
+    assert not parts[0] & parts[1]
+    assert len(parts[0]) == CODE_BYTES - 8 - 16
+    tier.shutdown()
+
+
+def test_moved_or_changed_value_is_refused(opened):
+    """Who may write to the store makes valid seals without a salt, and cannot make a code."""
+    server = LocalValkey()
+    place = {"type": "valkey", "url": server.url}
+    engines = [Engine(place, {"model": name}) for name in ("m", "other")]
+    opened += [engine.tier for engine in engines]
+    engine, other = engines
+    for one in engines:
+        one.store(KEYS[:4])
+    rows = {key: server.values[engine.tier.store_name(key)][16:] for key in KEYS[:4]}
+    moved = {
+        KEYS[0]: rows[KEYS[1]],
+        KEYS[1]: server.values[other.tier.store_name(KEYS[1])][16:],
+        KEYS[2]: rows[KEYS[2]][:100] + bytes([rows[KEYS[2]][100] ^ 1]) + rows[KEYS[2]][101:],
+        KEYS[3]: rows[KEYS[3]],
+    }
+    for key, row in moved.items():
+        name = engine.tier.store_name(key)
+        server.values[name] = engine.tier._namespace.seal(name, row) + row
+    assert engine.load(KEYS[:4]) == [KEYS[3]]
+    assert engine.tier.stats().corrupt_blocks == 3
+    server.kill()
+
+
+def _nonces(num_blocks, pipe=None):
+    codec, block, code = AesGcmCodec(16), memoryview(bytes(16)), memoryview(bytearray(64))
+    nonces = set()
+    for _ in range(num_blocks):
+        codec.encode_named(b"one block", block, code)
+        nonces.add(bytes(code[16:28]))
+    if pipe is not None:
+        pipe.send(nonces)
+    return nonces
+
+
+@pytest.mark.parametrize("num_blocks", [2000, pytest.param(250_000, marks=pytest.mark.slow)])
+def test_forked_processes_share_no_nonce(num_blocks):
+    context = multiprocessing.get_context("fork")
+    before = _nonces(num_blocks)
+    pipes = []
+    for _ in range(2):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_nonces, args=(num_blocks, theirs))
+        process.start()
+        pipes.append((ours, process))
+    everything = [before, _nonces(num_blocks), *(pipe.recv() for pipe, _ in pipes)]
+    for _, process in pipes:
+        process.join()
+    assert len(set().union(*everything)) == 4 * num_blocks
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "needs a master key: name a key_file, or set KVCACHE_AES_KEYS; got none"),
+        (" ,\n", "got none"),
+        ("ab" * 32, "line 1 of the environment's KVCACHE_AES_KEYS must be 'ID KEY'"),
+        (f"{OLD}\nnew {'ab' * 31}", "line 2 of .* must be 'ID KEY', where KEY is 64 hexadecimal digits"),
+        (f"an-id-of-17-bytes {'ab' * 32}", "line 1 of"),
+        (f"{OLD},{OLD}", "line 2 of .* has the id old of another line"),
+    ],
+)
+def test_bad_keys_are_named_unseen(monkeypatch, text, message):
+    monkeypatch.setenv(KEYS_VARIABLE, text)
+    with pytest.raises(ValueError, match=message) as caught:
+        AesGcmCodec(16)
+    assert "abab" not in str(caught.value)
+    assert MASTER[:8].hex() not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read: No such file"), (b"\xff\xfe", "cannot be read: it is not text"), (b"\n", "got none")],
+)
+def test_bad_key_file_names_itself(tmp_path, content, message):
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        AesGcmCodec(16, str(path))
+    path.write_text(f"{NEW}\r\n{OLD}\r\n")
+    assert bytes(encode(AesGcmCodec(16, str(path)), b"", bytes(16)))[:16] == b"new-2026.1".ljust(16, b"\0")
+
+
+def test_key_in_configuration_is_never_shown():
+    secret = "ab" * 32
+    for codec in ({"key_file": secret}, {"key": secret}, {"key_file": secret, "advanced": {}}):
+        with pytest.raises(ValueError, match=r"absolute path of a file|unknown options of codec") as caught:
+            parse_tier({"type": "memory", "capacity": "1MiB", "codec": {"type": "aes_gcm", **codec}})
+        assert secret not in str(caught.value)
