@@ -23,7 +23,7 @@ CHATS = [(memory, disk) for disk in (16384, 32768) for memory in (1024, 3072, 10
 def measure(path: Path, policy: str, memory: int, disk: int) -> tuple[float, float, int]:
     """Return the shares of blocks that hit and that host memory served, and the blocks written to the disk."""
     clock = ReplayClock()
-    manager = SimulatedTieredManager(512, memory, [disk], policy, tier_policy="lru", clock=clock)
+    manager = SimulatedTieredManager(512, memory, [disk], policy, clock=clock)
     replay, make_keys, num_blocks = Replay(manager, arrivals=clock), KeyMaker(1), 0
     with Trace(path) as trace:
         for request in trace:

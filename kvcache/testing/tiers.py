@@ -63,6 +63,7 @@ class ManualTier(Tier):
     ) -> None:
         self._host_blocks = None if host_blocks is None else checked_host_blocks(host_blocks)
         self._index = CPUOffloadingManager(1, check_int("num_blocks", num_blocks), cache_policy)
+        self.cache_policy = cache_policy
         self._is_automatic = is_automatic
         self._payloads: dict[bytes, bytes] = {}
         self._results: list[TierResult] = []
@@ -187,6 +188,7 @@ class FaultyTier(Tier):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.medium = inner.medium
+        self.cache_policy = inner.cache_policy
         self.inner = inner
         self.faults = faults
         self.num_faults = 0

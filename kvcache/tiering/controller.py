@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.metrics import HistogramData, counter, gauge, histogram, state
 from kvcache.options import Options, choice_of, option, parse_count, parse_duration, parse_flag
+from kvcache.registry import POLICIES
 from kvcache.tiering.breaker import BREAKER_STATES, Direction, Faults
 from kvcache.tiering.rates import LinkRate
 from kvcache.tiering.uses import UseQueue
@@ -174,7 +175,8 @@ class TierController:
         self._reads = Direction("reads", max(1, num_blocks // (2 * num_tiers)), config.max_failures, config.pause_s)
         self._writes = Direction("writes", config.max_store_blocks, config.max_failures, config.pause_s)
         self._reported: deque[TierResult] = deque()
-        self._uses = UseQueue(MAX_STEP_BLOCKS, _MAX_WAITING_USES)
+        keeps_paths = tier.cache_policy is not None and POLICIES.resolve(tier.cache_policy).reads_clock
+        self._uses = UseQueue(MAX_STEP_BLOCKS, _MAX_WAITING_USES, keeps_paths)
         self._faults = Faults(self.medium)
         self._stuck_blocks = 0
         self._overdue_jobs = 0

@@ -26,6 +26,7 @@ from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats, Part
 from kvcache.options import check_seconds
+from kvcache.registry import POLICIES
 from kvcache.request import ReqContext, check_next_use
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.arbiter import Arbitration, LoadArbiter
@@ -168,10 +169,13 @@ class TieredOffloadingManager(OffloadingManager):
         Returns
         -------
         dict
-            As of `CPUOffloadingManager.configuration`, ``deadline_s``, ``tiers``: medium and `TierConfig` of each, and
-            ``prefill_tokens_per_s`` where it is given.
+            As of `CPUOffloadingManager.configuration`, ``deadline_s``, ``tiers``: medium, policy (if known) and
+            `TierConfig` of each, and ``prefill_tokens_per_s`` where it is given.
         """
         tiers = [{"medium": controller.medium, **asdict(controller.config)} for controller in self.controllers]
+        for tier, controller in zip(tiers, self.controllers, strict=True):
+            if controller.tier.cache_policy is not None:
+                tier["cache_policy"] = POLICIES.path_of(controller.tier.cache_policy)
         options = {**self.pool.configuration(), "deadline_s": self._deadline_s, "tiers": tiers}
         rates = self._prefill_tokens_per_s
         if rates is not None:

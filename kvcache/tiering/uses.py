@@ -24,12 +24,14 @@ class UseQueue:
     """Uses of blocks and ends of requests, oldest first.
 
     `step` keys or a quarter of the queue, if that is more, are passed on at a time. Beyond `limit`, the oldest uses are
-    dropped and counted in `num_dropped`.
+    dropped and counted in `num_dropped`. A longer use is passed on in pieces: the last keys first, so that the first
+    key becomes the most recent; with `keeps_paths` in path order, for a policy that keeps the keys of a path in order.
     """
 
-    def __init__(self, step: int, limit: int) -> None:
+    def __init__(self, step: int, limit: int, keeps_paths: bool = False) -> None:
         self._step = step
         self._limit = limit
+        self._keeps_paths = keeps_paths
         # Lists are cheaper than merging keys, but the same keys may come many times: only a few steps' uses are lists.
         self._recent: deque[tuple[list[bytes], ReqContext | None]] = deque()
         self._num_recent = 0
@@ -42,8 +44,8 @@ class UseQueue:
 
     def add(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Record a use of `keys`, in prefix order: the first key becomes the most recent."""
-        # The last keys first: the first ones must be the most recent in the end.
-        for end in range(len(keys), 0, -self._step):
+        ends = range(len(keys), 0, -self._step)
+        for end in reversed(ends) if self._keeps_paths else ends:
             self._append(keys[max(0, end - self._step) : end], req_context)
 
     def end(self, req_context: ReqContext) -> None:
@@ -81,7 +83,8 @@ class UseQueue:
                     yield [], ended
                 continue
             for first in range(0, len(entries), self._step):
-                yield entries[first : first + self._step][::-1], req_context
+                keys = entries[first : first + self._step]
+                yield keys if self._keeps_paths else keys[::-1], req_context
 
     def clear(self) -> None:
         """Forget all uses and ends."""
@@ -93,7 +96,8 @@ class UseQueue:
         """Move the lists into the dict, where each key is once, at its last use."""
         merged = self._merged
         for keys, req_context in self._recent:
-            entries: list[Any] = [*reversed(dict.fromkeys(keys))] or [req_context]
+            distinct = dict.fromkeys(keys)
+            entries: list[Any] = [*(distinct if self._keeps_paths else reversed(distinct))] or [req_context]
             if not merged.keys().isdisjoint(entries):
                 # A dict keeps the place of a key that it has.
                 for entry in entries:

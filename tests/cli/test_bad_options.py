@@ -76,6 +76,8 @@ BAD = [
     ("plan TRACE --tier 1TiB@6GB/s", "--tier needs the size of a block, got '1TiB@6GB/s' alone"),
     ("plan TRACE --tier 1TiB@6GB --model 2", "--tier must be a rate such as 6GB/s, got '6GB'"),
     ("plan TRACE --tier 1B@6GB/s,fast --model 2", "--tier takes arbiter, write_through, write_back, write_through_"),
+    ("plan TRACE --tier 1B@6GB/s,cache_policy=lur --model 2", "unknown policy 'lur', known ones: lru, arc,"),
+    ("plan TRACE --tier 1B@6GB/s,cache_policy=lru,cache_policy=lru --model 2", "--tier takes one cache_policy, got"),
     ("plan TRACE --tier 1B@6GB/s,write_back,write_through --model 2", "--tier takes one write policy, got"),
     ("""plan TRACE --tier '{"type": "disk"}' --model 2""", "--tier of a plan is simulated: SIZE@RATE; kvcache replay"),
     ("plan TRACE --tier 1B@6GB/s --model 2", "--tier must hold at least one block of 1024 bytes, got 1"),

@@ -13,6 +13,7 @@ import pytest
 from kvcache.lab.simulate.cells import Job, Plan, run_job
 from kvcache.lab.simulate.run import Replay
 from kvcache.lab.simulate.serving import Flow, Medium, Serving, engines_for, price_of, weigh
+from kvcache.lab.simulate.simulated_tier import SimulatedTier
 from kvcache.lab.simulate.tiered import PatientManager, plain_host_blocks
 from kvcache.lab.traces.compact import CompactTrace
 from kvcache.lab.traces.keys import KeyMaker
@@ -61,7 +62,8 @@ def test_simulation_hits_what_real_tiers_hit(shared, tmp_path, name, policy, num
             replay.step(request, make_keys(request.hash_ids))
         below = [stats.promoted_blocks for stats in manager.tier_stats()]
     compact = CompactTrace.of(requests, block_size)
-    plan = Plan(serving=Serving(BLOCK_BYTES, tuple(Medium(f"medium {i}", 1e9) for i in range(1 + len(disks))), None))
+    serving = Serving(BLOCK_BYTES, tuple(Medium(f"medium {i}", 1e9) for i in range(1 + len(disks))), None)
+    plan = Plan(serving=serving, rules=(("write_through", False, policy),) * len(disks))
     cell = run_job(compact, Job(policy, num_blocks, tuple(disks)), plan)
     simulated = [medium["hit_blocks"] for medium in cell.serving["media"]]
     real = [replay.tally.hit_blocks - sum(below), *below]
@@ -200,6 +202,22 @@ def test_command_shows_hits_by_medium(run, trace, tmp_path):
     assert "nvme 32 KiB + tier 2 1 MiB" in page
     assert re.findall("<h2>(.*)</h2>", page) == ["blocks hit", "TTFT p99, s", "drive writes a day", "price"]
     assert f"<td>{float(rows[4]['price']):,.0f}</td>" in page.partition("<h2>price")[2]
+
+
+@pytest.mark.parametrize(("rule", "policy"), [("", "lru"), (",cache_policy=gittins", "gittins")])
+def test_plan_simulates_policy_of_tier(run, trace, tmp_path, monkeypatch, rule, policy):
+    made, target = [], tmp_path / "out.json"
+    make = SimulatedTier.__init__
+
+    def noted(tier, num_blocks, cache_policy="lru", **options):
+        made.append(cache_policy)
+        make(tier, num_blocks, cache_policy, **options)
+
+    monkeypatch.setattr(SimulatedTier, "__init__", noted)
+    argv = ("plan", trace, "--blocks", 2, "--policy", "gittins", *MODEL, "--tier", f"1MiB@1GB/s{rule}", "--jobs", 1)
+    assert run(*argv, "--json", target)[0] == 0
+    assert made == [policy]
+    assert json.loads(target.read_text())["tiers"][0]["cache_policy"] == policy
 
 
 @pytest.mark.parametrize(("rate", "loads", "cuts"), [("1GB/s", 3, 0), ("1KB/s", 0, 3)])

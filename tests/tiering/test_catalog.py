@@ -119,6 +119,20 @@ def test_policy_of_paths_gets_head_first():
     assert plain.begin_store(prompt[::-1]).keys == prompt[::-1]
 
 
+def test_found_blocks_leave_oldest_first():
+    """Blocks that a restart found, least recent first, leave a policy that keeps paths in this order, too."""
+    catalog = SlotCatalog(4, "gittins", KEYS[:4], [3, 1, 0, 2])
+    evicted = []
+    for key in KEYS[4:7]:
+        for _ in range(2):  # used again, so it is worth more than blocks of unknown use
+            catalog.touch([key], ReqContext())
+        placement = catalog.begin_store([key])
+        evicted += placement.evicted
+        catalog.end_store(placement.keys, placement.keys)
+    assert evicted == KEYS[:3]
+    assert catalog.begin_load([KEYS[3]]).slots == [2]
+
+
 def test_deleted_block_stored_again_stays():
     catalog = SlotCatalog(2, "lru", KEYS[:2], [0, 1])
     catalog.delete(KEYS[1:2])

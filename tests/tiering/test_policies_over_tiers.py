@@ -10,6 +10,7 @@ import pytest
 from kvcache import CPUOffloadingManager, ReqContext
 from kvcache.integrations.vllm.settings import DEFAULT_POLICY
 from kvcache.lab.simulate import tiered
+from kvcache.lab.simulate.choices import recorded_tier
 from kvcache.lab.simulate.run import Replay, ReplayClock
 from kvcache.lab.simulate.simulated_tier import SimulatedTier, SimulatedTieredManager
 from kvcache.lab.simulate.tiered import DiskChoice, PatientManager, patient_manager, plain_host_blocks
@@ -53,9 +54,31 @@ def replayed(manager, clock):
 @cache
 def hits_over_tier(policy):
     clock = ReplayClock()
-    manager = SimulatedTieredManager(16, HOST_BLOCKS, [TIER_BLOCKS], policy, clock=clock)
+    manager = SimulatedTieredManager(16, HOST_BLOCKS, [TIER_BLOCKS], policy, tier_policy=policy, clock=clock)
     num_hits = replayed(manager, clock).hit_blocks
     return num_hits, num_hits - manager.simulated[0].loaded_blocks
+
+
+def num_left_of_session(num_blocks, policy):
+    """Serve a session up to `num_blocks` blocks and then others for ten hours; return its blocks in a tier of 4,000."""
+    clock = ReplayClock()
+    manager = SimulatedTieredManager(16, 2000, [4000], "lru", tier_policy=policy, clock=clock)
+    replay = Replay(manager, arrivals=clock)
+    session = [b"session %d" % i for i in range(num_blocks)]
+    prompts = [session[: num_blocks * turn // 3] for turn in (1, 2, 3, 3)]
+    prompts += [[b"%d %d" % (i // 4, j) for j in range(20 * (i % 4 + 1))] for i in range(1800)]
+    for number, keys in enumerate(prompts):
+        ids = np.arange(len(keys), dtype=np.int64)
+        replay.step(Request(ids, 16 * len(ids), 0, 20.0 * number), keys)
+        if number == 3:
+            assert manager.simulated[0].lookup(session) == num_blocks
+    return sum(manager.simulated[0].lookup([key]) for key in session)
+
+
+@pytest.mark.parametrize("policy", ["gittins", "lru"])
+@pytest.mark.parametrize("num_blocks", [999, 1500])
+def test_long_session_leaves_tier(policy, num_blocks):
+    assert num_left_of_session(num_blocks, policy) == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES.names())
@@ -64,6 +87,13 @@ def test_tier_never_costs_hits(policy):
     alone = replayed(CPUOffloadingManager(16, HOST_BLOCKS, policy, clock=clock), clock)
 
     assert hits_over_tier(policy)[0] >= alone.hit_blocks
+
+
+def test_configuration_names_policies_of_tiers():
+    manager = SimulatedTieredManager(16, 4, [8, 9], "gittins", tier_policy="amq", clock=ReplayClock())
+    tiers = manager.configuration()["tiers"]
+    assert [recorded_tier(i, tier).cache_policy for i, tier in enumerate(tiers)] == ["amq", "amq"]
+    assert recorded_tier(0, {"medium": "DISK"}).cache_policy == "lru"
 
 
 def test_gittins_over_tier_hits_like_lru():

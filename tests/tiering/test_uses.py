@@ -23,15 +23,21 @@ ACTIONS = st.lists(
 )
 
 
-def shown(queue):
+def in_order(keys, keeps_paths):
+    """Return keys in the order in which a tier must receive them."""
+    return keys if keeps_paths else keys[::-1]
+
+
+def shown(queue, keeps_paths):
     """Take a step; return its uses and ends, oldest first."""
     entries = []
     for keys, request in queue.take():
         assert len(keys) <= STEP
-        entries += [(key, request) for key in reversed(keys)] or [("end", request)]
+        entries += [(key, request) for key in in_order(keys, keeps_paths)] or [("end", request)]
     return entries
 
 
+@pytest.mark.parametrize("keeps_paths", [False, True], ids=["tail first", "head first"])
 @given(ACTIONS)
 @example(
     [
@@ -43,12 +49,12 @@ def shown(queue):
         None,
     ]
 )
-def test_queue_keeps_order_of_last_uses(actions):
-    queue, recorded, told = UseQueue(STEP, LIMIT), [], []
+def test_queue_keeps_order_of_last_uses(keeps_paths, actions):
+    queue, recorded, told = UseQueue(STEP, LIMIT, keeps_paths), [], []
     for action in actions:
         if action is None:
             before = len(queue)
-            entries = shown(queue)
+            entries = shown(queue, keeps_paths)
             assert len(entries) <= max(2 * STEP, before // 4 + 1)
             # Merging may leave fewer entries than there were, but a step is only short if it empties the queue.
             assert len(entries) >= STEP or not queue
@@ -57,11 +63,13 @@ def test_queue_keeps_order_of_last_uses(actions):
             queue.end(action)
             recorded.append(("end", action))
         else:
-            queue.add(*action)
-            recorded += [(key, action[1]) for key in reversed(action[0])]
+            # A path names each key once.
+            keys = list(dict.fromkeys(action[0])) if keeps_paths else action[0]
+            queue.add(keys, action[1])
+            recorded += [(key, action[1]) for key in in_order(keys, keeps_paths)]
         assert len(queue) <= LIMIT + 4 * STEP
     while queue:
-        told += shown(queue)
+        told += shown(queue, keeps_paths)
     # A use counts at its last time, whatever the request; so does an end.
     last = {key if key != "end" else request: None for key, request in reversed(recorded)}
     last_told = {key if key != "end" else request: None for key, request in reversed(told)}

@@ -6,9 +6,11 @@ import re
 
 from kvcache.lab.simulate.choices import ServingChoice, TierChoice
 from kvcache.options import parse_count, parse_size
+from kvcache.registry import POLICIES
 from kvcache.tiering.controller import WRITE_POLICIES
 
 _TIER = re.compile(r"(?:(?P<name>[^:@]+):)?(?P<sizes>[^:@]+)@(?P<rate>[^:@,]+)(?P<rules>(?:,[^:@,]+)*)")
+_POLICY = "cache_policy="
 
 
 def parse_rate(option: str, text: str) -> float:
@@ -33,13 +35,18 @@ def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
         if name in [tier.name for tier in tiers]:
             raise ValueError(f"--tier {name!r} is named twice")
         rules = [rule.strip() for rule in match["rules"].split(",")[1:]]
+        own = [rule.removeprefix(_POLICY) for rule in rules if rule.startswith(_POLICY)]
+        rules = [rule for rule in rules if not rule.startswith(_POLICY)]
+        for policy in own:
+            POLICIES.resolve(policy)
         for rule in rules:
             if rule != "arbiter" and rule not in WRITE_POLICIES:
-                known = ", ".join(["arbiter", *WRITE_POLICIES])
+                known = ", ".join(["arbiter", *WRITE_POLICIES, f"{_POLICY}NAME"])
                 raise ValueError(f"--tier takes {known} behind the rate, got {rule!r} in {text!r}")
         policies = [rule for rule in rules if rule != "arbiter"]
-        if len(policies) > 1:
-            raise ValueError(f"--tier takes one write policy, got {text!r}")
+        for name, named in (("write policy", policies), ("cache_policy", own)):
+            if len(named) > 1:
+                raise ValueError(f"--tier takes one {name}, got {text!r}")
         tiers.append(
             TierChoice(
                 name,
@@ -47,6 +54,7 @@ def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
                 parse_rate("--tier", match["rate"]),
                 policies[0] if policies else "write_through",
                 "arbiter" in rules,
+                own[0] if own else "lru",
             )
         )
     return tiers

@@ -105,7 +105,12 @@ def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], blo
         "elapsed_s": result.elapsed_s,
         "model": model.as_dict() if model else None,
         "tiers": [
-            {"name": tier.name, "bytes_per_s": tier.bytes_per_s, "write_policy": tier.write_policy}
+            {
+                "name": tier.name,
+                "bytes_per_s": tier.bytes_per_s,
+                "write_policy": tier.write_policy,
+                "cache_policy": tier.cache_policy,
+            }
             for tier in settings.tiers
         ],
         "no_cache": result.baseline,

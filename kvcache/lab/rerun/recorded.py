@@ -166,6 +166,8 @@ def make_manager(
         pairs = []
         for one in described:
             own = dict(one)
+            # A scripted tier selects no victims.
+            own.pop("cache_policy", None)
             tier = ScriptedTier(str(own.pop("medium", "TIER")))
             tiers.append(tier)
             pairs.append((tier, TierConfig(**own)))

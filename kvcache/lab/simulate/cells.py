@@ -51,14 +51,15 @@ class Plan:
     """How every job of a grid is replayed.
 
     Each listed id becomes `split` keys. `num_shards` parts of a sample are replayed apart to estimate the error.
-    `rules` holds for each tier its write policy and whether an arbiter limits loads, which needs `serving` with a rate
-    of prefill; empty is write-through without an arbiter. `groups` are those of a hybrid model; None: one group.
+    `rules` holds for each tier its write policy, whether an arbiter limits loads, which needs `serving` with a rate of
+    prefill, and its own policy; empty is write-through without an arbiter, and lru. `groups` are those of a hybrid
+    model; None: one group.
     """
 
     split: int = 1
     num_shards: int = 1
     serving: Serving | None = None
-    rules: tuple[tuple[str, bool], ...] = ()
+    rules: tuple[tuple[str, bool, str], ...] = ()
     groups: Groups | None = None
 
     @property
@@ -168,7 +169,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
                 serving.block_bytes / medium.bytes_per_s for medium in serving.media[1 : 1 + len(tiers)]
             ]
             options["host_block_s"] = serving.block_bytes / serving.media[0].bytes_per_s
-            if serving.token_prefill_s is not None and any(arbiter for _, arbiter in plan.rules):
+            if serving.token_prefill_s is not None and any(arbiter for _, arbiter, _ in plan.rules):
                 options["prefill_tokens_per_s"] = 1 / serving.token_prefill_s
         options["rules"] = plan.rules[: len(tiers)]
         simulated = SimulatedTieredManager(block_size, min(num_blocks, most), tiers, job.policy, **options)

@@ -10,13 +10,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TierChoice:
-    """One simulated tier: its name, the capacities to try, its rate, and how the manager uses it."""
+    """One simulated tier: its name, the capacities to try, its rate, how the manager uses it, and its own policy."""
 
     name: str
     capacities_bytes: tuple[int, ...]
     bytes_per_s: float
     write_policy: str = "write_through"
     arbiter: bool = False
+    cache_policy: str = "lru"
+
+    @property
+    def rule(self) -> tuple[str, bool, str]:
+        """How the manager uses it, and its policy."""
+        return self.write_policy, self.arbiter, self.cache_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,8 @@ NO_LIMIT = 1 << 30
 def recorded_tier(number: int, tier: Mapping[str, Any]) -> TierChoice:
     """Return a tier of a recorded manager; its rate is unknown, and the recording does not hold its capacity."""
     name, policy = str(tier.get("medium", "tier")).lower(), str(tier.get("write_policy", "write_through"))
-    return TierChoice(f"{name} {number + 1}" if number else name, (), 0.0, policy)
+    name = f"{name} {number + 1}" if number else name
+    return TierChoice(name, (), 0.0, policy, cache_policy=str(tier.get("cache_policy", "lru")))
 
 
 def stacks_of(tiers: list[TierChoice], block_bytes: int) -> list[tuple[int, ...]]:

@@ -112,7 +112,7 @@ def run(trace: TraceFile, settings: Settings, model: Model | None) -> Result:
 
         compact = CompactTrace.spool(read(), trace.block_size, folder, settings.sample, settings.seed)
         serving = _serving(settings, model, compact)
-        rules = tuple((tier.write_policy, tier.arbiter) for tier in settings.tiers)
+        rules = tuple(tier.rule for tier in settings.tiers)
         how = Plan(settings.split, num_shards, serving, rules, settings.groups)
         grid = Grid(settings.policies, settings.capacities, settings.stacks, how)
         wanted, unbounded = grid.cells(), Job(OPTIMUM, None)

@@ -32,6 +32,7 @@ class SimulatedTier(Tier):
 
     def __init__(self, num_blocks: int, cache_policy: str = "lru", **options: Any) -> None:
         self._index = CPUOffloadingManager(1, num_blocks, cache_policy, **options)
+        self.cache_policy = cache_policy
         self._num_blocks = num_blocks
         self._ended: list[TierResult] = []
         self._loading: list[bytes] = []
@@ -103,10 +104,10 @@ class SimulatedTier(Tier):
 class SimulatedTieredManager(TieredOffloadingManager):
     """Host memory over simulated tiers, for a replay: it waits instead of answering None, and no time passes.
 
-    `cache_policy` is that of host memory and, unless `tier_policy` is given, of every tier; `clock` is the trace's own
-    time in seconds. For an arbiter, `block_s` are the seconds that each tier takes to load a block, and `host_block_s`
-    those from host memory to the device. `rules` holds for each tier its write policy, and whether an arbiter limits
-    its loads.
+    `cache_policy` is that of host memory, and `tier_policy` of every tier; `clock` is the trace's own time in seconds.
+    For an arbiter, `block_s` are the seconds that each tier takes to load a block, and `host_block_s` those from host
+    memory to the device. `rules` holds for each tier its write policy, whether an arbiter limits its loads, and its own
+    policy.
     """
 
     def __init__(
@@ -116,18 +117,21 @@ class SimulatedTieredManager(TieredOffloadingManager):
         tier_blocks: Sequence[int],
         cache_policy: str,
         *,
-        tier_policy: str | None = None,
+        tier_policy: str = "lru",
         clock: Callable[[], float],
         block_s: Sequence[float] | None = None,
         host_block_s: float = 0.0,
-        rules: Sequence[tuple[str, bool]] = (),
+        rules: Sequence[tuple[str, bool, str]] = (),
         **host_options: Any,
     ) -> None:
-        self.simulated = [SimulatedTier(blocks, tier_policy or cache_policy, clock=clock) for blocks in tier_blocks]
-        rules = rules or [("write_through", False)] * len(tier_blocks)
+        rules = rules or [("write_through", False, tier_policy)] * len(tier_blocks)
+        self.simulated = [
+            SimulatedTier(blocks, policy, clock=clock)
+            for blocks, (_, _, policy) in zip(tier_blocks, rules, strict=True)
+        ]
         configs = [
             TierConfig(write_policy=policy, max_store_blocks=_MAX_STORE_BLOCKS, arbiter=arbiter)
-            for policy, arbiter in rules
+            for policy, arbiter, _ in rules
         ]
         tiers = list(zip(self.simulated, configs, strict=True))
         super().__init__(block_size, num_blocks, tiers, cache_policy, clock=clock, **host_options)

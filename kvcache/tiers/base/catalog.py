@@ -155,6 +155,9 @@ class SlotCatalog(Catalog):
         self._slot_of: npt.NDArray[np.int64] | None = None
         if keys:
             places = np.asarray(slots, np.int64)
+            if self._keeps_paths:
+                # A use stamps the head of its prompt last.
+                keys, places = keys[::-1], places[::-1]
             output = self._blocks.reserve(keys, is_move=True)
             if output is None or len(output.keys_to_store) != len(keys) or len(places) != len(keys):
                 raise ValueError(f"{len(keys)} keys in {len(places)} slots of {num_blocks} are not one slot for each")

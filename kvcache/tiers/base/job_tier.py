@@ -106,6 +106,7 @@ class JobTier(Medium, Tier):
             self._stage = CodecStage(codec, self._pool, num_threads, max_batch_blocks, fingerprint)
             self.host_rows = self._stage.rows
         self.medium = medium
+        self.cache_policy = cache_policy
         self.num_blocks = 0 if num_blocks is None else num_blocks
         self.max_batch_blocks = max_batch_blocks
         self.max_queued_blocks: int = max_queued_blocks

@@ -129,6 +129,9 @@ class Tier(Configurable, ABC):
         The medium's name in events: ``"DISK"``.
     max_queued_blocks : int or None
         Blocks under way at most; a manager sends no more. None: no bound.
+    cache_policy : str, type or None
+        The policy that selects its victims; None: unknown. If it keeps paths (``gittins``), a use that is too long for
+        one call of `touch` comes head first, else tail first.
 
     Notes
     -----
@@ -138,6 +141,7 @@ class Tier(Configurable, ABC):
 
     medium: str
     max_queued_blocks: int | None = None
+    cache_policy: str | type | None = None
 
     @classmethod
     def make(cls, options: Any, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Self:
