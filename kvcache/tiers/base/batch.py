@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from kvcache.tiers.base.tier import HostBlocks
 
 CANCELLED = "cancelled"
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""A write fails with one of these if the disk, a quota or the largest file has no room for it."""
 
 
 class BlockOutcome(IntEnum):
@@ -114,6 +117,7 @@ class Move(Task):
         # None: all done.
         self.outcomes: list[BlockOutcome] | None = []
         self.end_s = 0.0
+        self.has_no_room = False
         self._move = move
         self._unclaimed = [True]
 
@@ -129,6 +133,9 @@ class Move(Task):
         if self.claim():
             try:
                 outcomes = self._move(self.batch)
+            except OSError as error:
+                self.has_no_room = error.errno in NO_ROOM
+                raise
             finally:
                 self.end_s = time.monotonic()
             self.outcomes = None if outcomes is None else checked_outcomes(outcomes, self.batch)

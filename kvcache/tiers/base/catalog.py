@@ -31,6 +31,10 @@ MAX_QUERY_KEYS = 1024
 _HELD_S = 10.0
 """For how long a key is taken for held after an answer."""
 _MAX_REMEMBERED_KEYS = 1 << 20
+_MAX_WITHHELD = 1 << 15
+"""Slots that one call withholds at most; it bounds the scheduler's call."""
+_AGAIN_S = 1.0
+"""How long slots without space stay withheld: then one is tried, then two, four, ..., until a store fails again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,9 @@ class Catalog:
     def end_store(self, keys: list[bytes], stored: list[bytes]) -> None:
         """End the store of `keys`, which `begin_store` returned: the medium holds those in `stored`."""
 
+    def withhold(self, has_space: npt.NDArray[np.bool_], under_way: list[bytes]) -> None:
+        """Place no block for a while in the free slots without space; `under_way` are the keys being written."""
+
     def begin_load(self, keys: list[bytes]) -> Placement:
         """Reference the blocks that can be loaded, and return them; the others are missed."""
         return Placement([], None, None, keys, [])
@@ -151,6 +158,9 @@ class SlotCatalog(Catalog):
         self._bad: set[bytes] = set()
         self._deleted: set[bytes] = set()
         self._unannounced = deque(keys)
+        # Ids of slots for which the disk had no room, how many of them to try next, and when.
+        self._withheld: list[int] = []
+        self._num_again, self._again_s = 1, 0.0
         # The pool numbers the blocks that were found 0, 1, 2, ..., in the order of their use.
         self._slot_of: npt.NDArray[np.int64] | None = None
         if keys:
@@ -171,7 +181,7 @@ class SlotCatalog(Catalog):
     @property
     def num_held(self) -> int:
         blocks = self._blocks
-        return blocks.num_blocks - blocks.num_free - blocks.num_pending - len(self._bad)
+        return blocks.num_blocks - blocks.num_free - blocks.num_pending - len(self._bad) - len(self._withheld)
 
     @property
     def num_evicted(self) -> int:
@@ -184,9 +194,16 @@ class SlotCatalog(Catalog):
         return num_held
 
     def begin_store(self, keys: list[bytes]) -> Placement | None:
-        output = self._blocks.reserve(keys[::-1] if self._keeps_paths else keys)
-        if output is None:
-            return None
+        missed: list[bytes] = []
+        if self._withheld:
+            self._try_again()
+        while (output := self._blocks.reserve(keys[::-1] if self._keeps_paths else keys)) is None:
+            if not self._withheld or len(keys) < 2:
+                return None
+            # More than the slots with space. The head of a prefix comes last.
+            middle = len(keys) // 2
+            missed += keys[:middle]
+            keys = keys[middle:]
         placed, slots = output.keys_to_store, self._slots(_block_ids(output.store_spec))
         if self._bad:
             self._bad.difference_update(output.evicted_keys)
@@ -195,7 +212,23 @@ class SlotCatalog(Catalog):
             self._deleted.difference_update(again)
         first_seq = self.last_seq + 1
         self.last_seq += len(placed)
-        return Placement(placed, slots, list(range(first_seq, self.last_seq + 1)), [], output.evicted_keys)
+        return Placement(placed, slots, list(range(first_seq, self.last_seq + 1)), missed, output.evicted_keys)
+
+    def withhold(self, has_space: npt.NDArray[np.bool_], under_way: list[bytes]) -> None:
+        blocks = [self._blocks.policy.get(key) for key in under_way]
+        taken = {block.block_id for block in blocks if block is not None}.union(self._withheld)
+        ids = np.flatnonzero(~(has_space if self._slot_of is None else has_space[self._slot_of]))
+        free = [block_id for block_id in ids.tolist() if block_id not in taken][:_MAX_WITHHELD]
+        self._blocks.withhold(free)
+        self._withheld += free
+        self._num_again, self._again_s = 1, time.monotonic() + _AGAIN_S
+
+    def _try_again(self) -> None:
+        """Free some of the withheld slots, if it is time: the disk may have room again."""
+        if time.monotonic() >= self._again_s:
+            self._blocks.give_back(self._withheld[-self._num_again :])
+            del self._withheld[-self._num_again :]
+            self._num_again, self._again_s = 2 * self._num_again, time.monotonic() + _AGAIN_S
 
     def end_store(self, keys: list[bytes], stored: list[bytes]) -> None:
         again = [key for key in keys if key in self._bad] if self._bad else []

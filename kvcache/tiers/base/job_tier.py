@@ -351,6 +351,10 @@ class JobTier(Medium, Tier):
             return
         stored = done + move.keys_with(BlockOutcome.HELD)
         self._life.catalog.end_store(keys, stored)
+        if move.has_no_room and (has_space := self.has_space()) is not None:
+            moves = [other for job in self._jobs.under_way.values() for other in job.moves if not other.batch.is_load]
+            under_way = [key for other in moves for key in other.keys]
+            counts.attempt("withhold", self._life.catalog.withhold, has_space, under_way)
         counts["stored_blocks"] += len(done)
         if not move.error:
             counts["refused_blocks"] += len(keys) - len(stored)

@@ -3,9 +3,9 @@
 Which thread calls what
 -----------------------
 The caller's thread (the scheduler's) calls the methods of `Tier` and the hooks `cut`, `mark_reset`, `on_stored`,
-`on_loaded` and `on_used`, which must not wait. I/O threads call `get`, `put` and `exists`, a batch at a time and
-several at once. One control thread, which never waits behind a batch that hangs, calls `open`, `clear`, `maintain` and
-`close`. An exception in an I/O method fails the batch and is reported; it never reaches the scheduler.
+`on_loaded`, `on_used` and `has_space`, which must not wait. I/O threads call `get`, `put` and `exists`, a batch at a
+time and several at once. One control thread, which never waits behind a batch that hangs, calls `open`, `clear`,
+`maintain` and `close`. An exception in an I/O method fails the batch and is reported; it never reaches the scheduler.
 
 Two kinds of media
 ------------------
@@ -23,6 +23,9 @@ from typing import TYPE_CHECKING
 from kvcache.tiers.base.catalog import TierContents
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from kvcache.tiers.base.batch import TierBatch
 
 
@@ -60,10 +63,11 @@ class Medium:
         return TierContents(self.num_blocks) if self.num_blocks else None
 
     def clear(self, generation: int) -> None:
-        """Forget every block for good, before `generation` begins; called again until it does not raise.
+        """Forget every block for good, before `generation` begins; called again until it does not raise."""
 
-        `version` is that of the reset, None without one.
-        """
+    def has_space(self) -> npt.NDArray[np.bool_] | None:
+        """Return per slot whether a store has found space there; None if all slots have space. Must not wait."""
+        return None
 
     def erase(self, slots: list[int]) -> None:
         """Make sure that the deleted blocks in `slots` are not found after a restart."""

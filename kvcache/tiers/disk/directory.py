@@ -19,12 +19,14 @@ import logging
 import os
 import socket
 import stat
+import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from kvcache.background import after_fork
+from kvcache.tiers.base.batch import NO_ROOM
 from kvcache.tiers.disk.header import (
     DATA,
     HEADER,
@@ -40,6 +42,8 @@ _MARK_OFFSET = 256
 """Where in `lock` the mark stands; the name of the writer comes before it."""
 _MARK_BYTES = 8
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
+_GET_FLAGS, _SET_FLAGS, _NO_COPY = 0x80086601, 0x40086602, 0x00800000
+"""Of Linux: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_NOCOW_FL."""
 # A link is refused, and opening a pipe must not wait.
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -212,7 +216,12 @@ class TierDirectory:
                     self._make_private(self._fd, os.fstat(self._fd), 0o700)
                     self._lock_fd = self.open_file(_LOCK, os.O_RDWR | os.O_CREAT)
                     _lock(self.path, self._lock_fd)
-                    _sign(self._lock_fd)
+                    try:
+                        _sign(self._lock_fd)
+                    except OSError as error:
+                        # A full btrfs takes no byte, also in place. The name of an earlier writer does no harm.
+                        if error.errno not in NO_ROOM or not os.pread(self._lock_fd, _MARK_OFFSET, 0):
+                            raise
                 self.header = self._open(header)
         except BaseException:
             self.close()
@@ -244,27 +253,32 @@ class TierDirectory:
         with closing_fd(self.open_file(name, os.O_RDWR)) as fd:
             os.ftruncate(fd, num_bytes)
 
-    def allocate(self) -> None:
-        """Reserve the disk space of all slots if the file system can; a full disk is a TierDirectoryError."""
+    def allocate(self) -> bool:
+        """Reserve the disk space of all slots; return whether the file system can. No room is a TierDirectoryError."""
         libc = ctypes.CDLL(None, use_errno=True)
-        lengths = self.header.file_bytes()
-        # Checked first, because an allocation that fails half-way would leave the disk full.
-        needed = 0
-        for name, length in lengths.items():
-            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-            needed += max(0, length - status.st_blocks * 512)
-        disk = os.statvfs(self._fd)
-        free = disk.f_bavail * disk.f_frsize
-        if needed > free:
-            raise TierDirectoryError(
-                f"disk tier directory {self.path} needs {needed} bytes more on its disk, which has {free} free"
-            )
-        for name, num_bytes in lengths.items():
-            with closing_fd(self.open_file(name, os.O_RDWR)) as fd:
+        with ExitStack() as files:
+            missing: list[tuple[int, str, int, int]] = []
+            for name, num_bytes in self.header.file_bytes().items():
+                fd = files.enter_context(closing_fd(self.open_file(name, os.O_RDWR)))
+                # XFS asks for all blocks of a file again, so on a full disk a file that has them needs no call.
+                if num_missing := _missing_bytes(fd, num_bytes):
+                    missing.append((fd, name, num_bytes, num_missing))
+            # Checked first, because an allocation that fails half-way would leave the disk full.
+            disk, needed = os.statvfs(self._fd), sum(num_missing for *_, num_missing in missing)
+            free = disk.f_bavail * disk.f_frsize
+            if needed > free:
+                raise TierDirectoryError(
+                    f"disk tier directory {self.path} needs {needed} bytes more on its disk, which has {free} free"
+                )
+            has_failed = False
+            for fd, name, num_bytes, _ in missing:
                 # os.posix_fallocate would write to each block if the file system cannot reserve space.
-                failed = libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes))
-            if failed and ctypes.get_errno() == errno.ENOSPC:
-                raise TierDirectoryError(f"disk tier directory {self.path} has no room for {num_bytes} bytes of {name}")
+                if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
+                    has_failed, number = True, ctypes.get_errno()
+                    if number in NO_ROOM:
+                        text = f"has no room for {num_bytes} bytes of {name}: {os.strerror(number)}"
+                        raise TierDirectoryError(f"disk tier directory {self.path} {text}")
+            return not has_failed
 
     def is_present(self, data_fd: int) -> bool:
         """Return whether the path still leads to the open file `data_fd`; raise OSError if that is unknown."""
@@ -297,6 +311,8 @@ class TierDirectory:
             with closing_fd(self.open_file(name, os.O_RDWR | os.O_CREAT)) as fd:
                 if afresh:
                     os.ftruncate(fd, 0)
+                if not os.fstat(fd).st_size:
+                    _write_in_place(fd)
                 os.ftruncate(fd, num_bytes)
                 os.fsync(fd)
         self.write_header(header)
@@ -443,6 +459,20 @@ def write_all(fd: int, body: bytes | bytearray | memoryview, offset: int) -> Non
         if not more:
             raise OSError(errno.EIO, f"{written} of {len(body)} bytes were written")
         written += more
+
+
+def _write_in_place(fd: int) -> None:
+    """Let btrfs write an empty file in place: a full disk has no other place. Our own checksums replace its own."""
+    flags = bytearray(8)
+    with suppress(OSError):
+        fcntl.ioctl(fd, _GET_FLAGS, flags)
+        fcntl.ioctl(fd, _SET_FLAGS, (int.from_bytes(flags, sys.byteorder) | _NO_COPY).to_bytes(8, sys.byteorder))
+
+
+def _missing_bytes(fd: int, num_bytes: int) -> int:
+    """Return how many of the first bytes of a file have no blocks; a compressed file may have fewer, and no hole."""
+    missing = num_bytes - os.fstat(fd).st_blocks * 512
+    return missing if missing > 0 and os.lseek(fd, 0, os.SEEK_HOLE) < num_bytes else 0
 
 
 def _fsync_directory(fd: int) -> None:

@@ -67,7 +67,8 @@ class SlotTable:
     """The records of one generation, and the recency, of an open directory.
 
     `checksums` are uint64, one per slot, valid if the slot holds a block. `recency` has the ``stamp`` (a clock, larger
-    is later) and the ``uses`` of each slot; it is changed in memory and written by `flush`.
+    is later) and the ``uses`` of each slot; it is changed in memory and written by `flush`. `has_space` says which
+    slots are known to have space on disk: without preallocation, there may be no room for the others.
     """
 
     def __init__(self, directory: TierDirectory, read_only: bool = False) -> None:
@@ -79,6 +80,7 @@ class SlotTable:
         self.recency = np.zeros(self._num_slots, _RECENCY_DTYPE)
         # Whether the file may hold a valid record of a slot.
         self._is_recorded = np.zeros(self._num_slots, np.bool_)
+        self.has_space = np.zeros(self._num_slots, np.bool_)
         self._is_dirty = np.zeros(-(-self._num_slots // _PAGE_ROWS), np.bool_)
         flags = os.O_RDONLY if read_only else os.O_RDWR
         self._fd = directory.open_file(RECORDS, flags)
@@ -109,7 +111,7 @@ class SlotTable:
             places.append(valid + first)
         rows, slots = np.concatenate(parts), np.concatenate(places)
         self.checksums[slots] = rows["checksum"]
-        self._is_recorded[slots] = True
+        self._is_recorded[slots] = self.has_space[slots] = True
         times = np.maximum(np.minimum(rows["seq"], np.uint64(_MAX_STAMP)), self.recency["stamp"][slots])
         order = np.argsort(times, kind="stable")
         # Keys are made in the order of their use, so a walk over them reads memory forward.
@@ -155,6 +157,7 @@ class SlotTable:
         write_all(self._fd, rows.tobytes(), first_slot * RECORD_BYTES)
         self.checksums[first_slot : first_slot + len(checks)] = checks
         self.recency["uses"][first_slot : first_slot + len(checks)] = 0
+        self.has_space[first_slot : first_slot + len(checks)] = True
 
     def stamp(self, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.uint64] | int) -> None:
         """Set when slots were last used; on disk with the next `flush`."""

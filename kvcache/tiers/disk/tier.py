@@ -46,6 +46,8 @@ from kvcache.tiers.disk.header import Header, TierDirectoryError, capacity_for, 
 from kvcache.tiers.disk.slot_table import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from kvcache.tiers.base.tier import HostBlocks
 
 MAX_RUN_BLOCKS = 32
@@ -282,6 +284,9 @@ class DiskTier(JobTier):
         mark.stop(_MARK_S)
         self._marks = [thread for thread in [*self._marks, mark] if thread.is_alive]
 
+    def has_space(self) -> npt.NDArray[np.bool_]:
+        return self._opened().table.has_space
+
     def erase(self, slots: list[int]) -> None:
         table = self._opened().table
         with self._warning_of("erase"):
@@ -340,10 +345,10 @@ class DiskTier(JobTier):
     def _open(self, undo: ExitStack) -> TierContents:
         directory = TierDirectory(self.path, self._header, self._is_read_only)
         undo.callback(directory.close)
-        if self._preallocate and not self._is_read_only:
-            directory.allocate()
+        is_allocated = self._preallocate and not self._is_read_only and directory.allocate()
         store = BlockStore(directory, self.host_rows, self._is_read_only, self._has_page_cache)
         undo.callback(store.close)
+        store.table.has_space[:] = is_allocated
         keys, slots, seqs, times = store.table.load()
         undo.pop_all()
         if len(set(keys)) < len(keys):
