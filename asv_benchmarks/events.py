@@ -1,4 +1,4 @@
-"""What events cost the scheduler: off; kept, read or published after each request; and followed by a publisher.
+"""What events cost the scheduler: off; kept or read after each request; and followed by a publisher.
 
 ``python -m asv_benchmarks.events`` prints, per case, nanoseconds a key for the whole cycle of a request and the 50th
 and 99th percentile of a cycle, in microseconds: CPU time of the scheduler's thread, in turns. Each figure is the lowest
@@ -30,7 +30,7 @@ from kvcache.control.telemetry import Telemetry
 from kvcache.lab.traces.requests import Request
 from kvcache.lab.traces.trace import Trace
 
-CASES = ("off", "kept", "read", "published", "followed", "subscriber and scrapes", "subscriber stands still")
+CASES = ("off", "kept", "read", "followed", "subscriber and scrapes", "subscriber stands still")
 NUM_ROUNDS = 25
 NUM_REQUESTS = 3_000
 _POLICY, _SPLIT, _NUM_BLOCKS = "arc", 8, 20_000
@@ -44,9 +44,8 @@ def one_round(case: str, requests: list[Request]) -> tuple[float, float, float]:
     with contextlib.ExitStack() as stack:
         telemetry = Telemetry(manager, time_calls=True)
         stack.callback(telemetry.close)
-        publisher = _publisher(case, telemetry, stack) if case in CASES[3:] else None
-        if publisher is not None and case != "published":
-            publisher.follow(manager)
+        if case in CASES[3:]:
+            _follow(case, telemetry, stack)
         step = _STEPS.get(case)
         gc.collect()
         gc.disable()
@@ -54,7 +53,7 @@ def one_round(case: str, requests: list[Request]) -> tuple[float, float, float]:
             began = thread_time_ns()
             serve(manager, one)
             if step is not None:
-                step(manager.take_events(), publisher)
+                step(manager.take_events())
             cycles[number] = thread_time_ns() - began
         gc.enable()
     p50, p99 = np.quantile(cycles / 1000, (0.5, 0.99)).tolist()
@@ -62,22 +61,23 @@ def one_round(case: str, requests: list[Request]) -> tuple[float, float, float]:
 
 
 # What the engine does with a request's events.
-_STEPS: dict[str, Callable[[Any, Any], object]] = {
-    "off": lambda events, publisher: None,
-    "kept": lambda events, publisher: None,
-    "read": lambda events, publisher: deque(events, 0),
-    "published": lambda events, publisher: publisher.publish(events),
+_STEPS: dict[str, Callable[[Any], object]] = {
+    "off": lambda events: None,
+    "kept": lambda events: None,
+    "read": lambda events: deque(events, 0),
 }
 
 
-def _publisher(case: str, telemetry: Telemetry, stack: contextlib.ExitStack) -> Any:
-    """Return a publisher; its subscriber, if the case has one, runs until the stack is left."""
+def _follow(case: str, telemetry: Telemetry, stack: contextlib.ExitStack) -> None:
+    """Publish a manager's events; the subscriber, if the case has one, runs until the stack is left."""
     from kvcache.exporters.kv_events import KVEventPublisher
 
-    publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", block_size=512 // _SPLIT)
+    publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
     stack.callback(publisher.close)
-    if case in ("published", "followed"):
-        return publisher
+    manager: Any = telemetry.manager
+    publisher.follow(manager)
+    if case == "followed":
+        return
     subscriber = subprocess.Popen(
         [sys.executable, "-c", _SUBSCRIBER, publisher.endpoint, str(int(case == "subscriber stands still"))],
         stdin=subprocess.PIPE,
@@ -90,7 +90,7 @@ def _publisher(case: str, telemetry: Telemetry, stack: contextlib.ExitStack) -> 
     joined = threading.Thread(target=subscriber.stdout.readline)
     joined.start()
     while joined.is_alive():
-        publisher.publish_cleared()
+        manager.reset_cache()
         joined.join(0.02)
     if case == "subscriber and scrapes":
         stop = threading.Event()
@@ -98,7 +98,6 @@ def _publisher(case: str, telemetry: Telemetry, stack: contextlib.ExitStack) -> 
         scraper.start()
         stack.callback(scraper.join)
         stack.callback(stop.set)
-    return publisher
 
 
 # A subscriber prints a line when its first message has come. One that stands still reads nothing more: messages to it

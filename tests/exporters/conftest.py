@@ -19,10 +19,3 @@ def publisher() -> Iterator[Any]:
     harness = importlib.import_module("kv_harness")
     with harness.open_publisher() as made:
         yield made
-
-
-@pytest.fixture
-def subscriber(publisher: Any) -> Iterator[Any]:
-    """A subscriber that has joined the publisher, which holds block 0."""
-    with importlib.import_module("kv_harness").joined(publisher) as made:
-        yield made

@@ -1,55 +1,29 @@
-"""What the tests of KV events share: events of numbered blocks, subscribers, and requests to a publisher."""
+"""What the tests of KV events share: a source of events, requests to a publisher, and the blocks that it announced."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import zmq
+from consumers import fields_of
 
-from kvcache import OffloadingEvent, make_offload_key
-from kvcache.exporters.kv_events import (
-    END_OF_REPLAY,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    BlockView,
-    EventBatch,
-    KVEventPublisher,
-    KVEventSubscriber,
-)
+from kvcache import Prompt, make_offload_key
+from kvcache.core.event_log import EventLog
+from kvcache.exporters.kv_events import END_OF_REPLAY, KVEventPublisher
 
 ANY_PORT = "tcp://127.0.0.1:0"
-NOWHERE = "tcp://127.0.0.1:1"
-encode = msgspec.msgpack.encode
 open_publisher = partial(KVEventPublisher, ANY_PORT, ANY_PORT, hash_format="bytes")
 
 
 def key(number: int, group_idx: int = 0) -> bytes:
     return make_offload_key(number.to_bytes(8, "big"), group_idx)
-
-
-def stored(*numbers: int, medium: str = "CPU") -> OffloadingEvent:
-    return OffloadingEvent([key(number) for number in numbers], 16, medium, False)
-
-
-def removed(*numbers: int) -> OffloadingEvent:
-    return OffloadingEvent([key(number) for number in numbers], 16, "CPU", True)
-
-
-def batch(ts: float, number: int, group_idx: int = 0) -> EventBatch:
-    hashes: list[int | bytes] = [number.to_bytes(8, "big")]
-    return EventBatch(ts, [BlockStored(hashes, None, [], 16, None, "CPU", None, group_idx=group_idx)])
-
-
-def message(seq: int, number: int, group_idx: int = 0) -> list[bytes]:
-    """Return the frames of a batch that stores one block."""
-    return [b"kv@host@", seq.to_bytes(8, "big"), encode(batch(1.0 + seq, number, group_idx))]
 
 
 def until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -60,44 +34,21 @@ def until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
         time.sleep(0.005)
 
 
-def subscribed(publisher: KVEventPublisher) -> KVEventSubscriber:
-    return KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint or "", timeout_s=30)
+class Source:
+    """As much of a manager as a publisher follows: its log, and the call that names blocks before they are stored."""
 
+    def __init__(self, publisher: KVEventPublisher, block_size: int = 16) -> None:
+        self.events = EventLog(block_size)
+        publisher.follow(self)
 
-@contextmanager
-def joined(publisher: KVEventPublisher, number: int = 0) -> Iterator[KVEventSubscriber]:
-    """Yield a subscriber after it has received a block: PUB sockets drop messages sent before it has joined."""
-    with subscribed(publisher) as subscriber:
+    def prepare_store(self, keys: list[bytes], req_context: Any = None) -> Any:
+        return SimpleNamespace(keys_to_store=keys)
 
-        def has_joined() -> bool:
-            publisher.publish([stored(number)])
-            return subscriber.poll(0.01) > 0
+    def describe(self, keys: list[bytes], prompt: Prompt) -> None:
+        self.prepare_store(keys, SimpleNamespace(prompt=prompt))
 
-        until(has_joined)
-        settle(publisher, subscriber)
-        yield subscriber
-
-
-def settle(publisher: KVEventPublisher, subscriber: KVEventSubscriber) -> None:
-    """Poll until publisher and subscriber agree."""
-    assert publisher.flush(30)
-    poll_until(subscriber, lambda: subscriber.view.media() == media_of(publisher))
-
-
-def poll_until(subscriber: KVEventSubscriber, holds: Callable[[], bool]) -> None:
-    """Poll until a condition holds."""
-    until(lambda: holds() or subscriber.poll(0.01) < 0)
-
-
-def numbers_held(subscriber: KVEventSubscriber) -> set[int]:
-    return {int.from_bytes(block, "big") for block, _ in subscriber.view.media().get("CPU", ())}
-
-
-def publish_one_by_one(publisher: KVEventPublisher, *numbers: int) -> None:
-    """Publish a batch for each number."""
-    for number in numbers:
-        publisher.publish([stored(number)])
-        assert publisher.flush(30)
+    def store(self, *numbers: int) -> None:
+        self.events.add([key(number) for number in numbers], "CPU", False)
 
 
 def ask(publisher: KVEventPublisher, request: bytes = bytes(8)) -> list[list[bytes]]:
@@ -114,21 +65,28 @@ def ask(publisher: KVEventPublisher, request: bytes = bytes(8)) -> list[list[byt
         return frames
 
 
-def media_of(publisher: KVEventPublisher) -> dict[str, frozenset[tuple[bytes, int]]]:
+def apply(events: list[Any], held: dict[str, set[Any]]) -> None:
+    """Apply decoded events to the blocks of each medium, as a router does: (hash, group index)."""
+    for kind, fields in map(fields_of, events):
+        if kind == "AllBlocksCleared":
+            held.clear()
+            continue
+        blocks = {(block_hash, fields.get("group_idx") or 0) for block_hash in fields["block_hashes"]}
+        medium = held.setdefault(fields["medium"], set())
+        (medium.update if kind == "BlockStored" else medium.difference_update)(blocks)
+
+
+def media_of(publisher: KVEventPublisher) -> dict[str, set[tuple[Any, int]]]:
     """Return the blocks that all batches of a publisher leave in each medium."""
-    types = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
-    view = BlockView()
+    held: dict[str, set[Any]] = {}
     for frames in ask(publisher)[:-1]:
-        for event in msgspec.msgpack.decode(frames[-1])[1]:
-            fields = event if isinstance(event, dict) else {"type": event[0]}
-            made = msgspec.convert(fields, types[fields["type"]]) if fields is event else types[event[0]](*event[1:])
-            view.apply(EventBatch(0.0, [made]))
-    return view.media()
+        apply(msgspec.msgpack.decode(frames[-1])[1], held)
+    return {medium: blocks for medium, blocks in held.items() if blocks}
 
 
 @contextmanager
 def stalled(publisher: KVEventPublisher) -> Iterator[None]:
-    """Keep the publishing thread in the sending of a batch, so that the queue fills."""
+    """Keep the publishing thread in the sending of a batch, so that events wait."""
     may_go, socket = threading.Event(), publisher._pub
 
     class Stalled:
@@ -142,32 +100,3 @@ def stalled(publisher: KVEventPublisher) -> Iterator[None]:
     finally:
         may_go.set()
         publisher._pub = socket
-
-
-@contextmanager
-def answering(answer: Callable[[bytes], Iterable[list[bytes]]]) -> Iterator[str]:
-    """Send `answer(request)` to each request, message by message, on the yielded endpoint."""
-    ends = threading.Event()
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.SNDTIMEO, 10)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-
-        def serve() -> None:
-            while not ends.is_set():
-                if router.poll(10):
-                    frames: Any = router.recv_multipart()
-                    for reply in answer(frames[-1]):
-                        with suppress(zmq.ZMQError):  # the client reads slowly, or is gone
-                            router.send_multipart([frames[0], *reply])
-                        if ends.is_set():
-                            return
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield f"tcp://127.0.0.1:{port}"
-        finally:
-            ends.set()
-            thread.join()

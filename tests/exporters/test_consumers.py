@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zmq
 from consumers import READERS, TAKEN, Reader
-from kv_harness import ANY_PORT, media_of, stalled
+from kv_harness import ANY_PORT, Source, media_of
 
 from kvcache import CPUOffloadingManager, MemoryTier, Prompt, ReqContext, TieredOffloadingManager
 from kvcache.events import OffloadingEvent
@@ -83,7 +83,7 @@ class Wire:
 @contextmanager
 def wire_of(loss: float = 0.0, **options: Any) -> Iterator[Wire]:
     with (
-        KVEventPublisher(ANY_PORT, ANY_PORT, topic=TOPIC, block_size=BLOCK_SIZE, **options) as publisher,
+        KVEventPublisher(ANY_PORT, ANY_PORT, topic=TOPIC, **options) as publisher,
         zmq.Context() as context,
     ):
         wire = Wire(publisher, context, loss)
@@ -116,7 +116,7 @@ def run(manager: Any, readers: list[Reader], num_requests: int, loss: float = 0.
     for reader in readers:
         names = {"cpu": "CPU", "hostpinned": "CPU", "storage": "STORAGE", "disk": "STORAGE"}
         found = {names[name.lower()]: blocks for name, blocks in reader.blocks.items() if blocks}
-        assert found == {name: {int.from_bytes(one[0], "big") for one in blocks} for name, blocks in held.items()}
+        assert found == {name: {block_hash for block_hash, _ in blocks} for name, blocks in held.items()}
     return {"BlockStored": manager.stats().stored_blocks, "BlockRemoved": manager.stats().evicted_blocks}
 
 
@@ -155,13 +155,14 @@ def verdicts(name: str, has_tokens: bool, event: OffloadingEvent | None, **optio
     prompt = prompt_of(1, 3)
     reader = READERS[name](BLOCK_SIZE)
     with wire_of(spec_kinds=("full_attention", "sliding_window:128"), **options) as wire:
-        wire.publisher.describe(prompt.keys if has_tokens else [], prompt)
-        before = [event_of(prompt.keys, event.medium)] if event is not None and event.removed else []
-        wire.publisher.publish(before)
+        source = Source(wire.publisher, BLOCK_SIZE)
+        source.describe(prompt.keys if has_tokens else [], prompt)
         if event is None:
-            wire.publisher.publish_cleared()
+            source.events.clear()
         else:
-            wire.publisher.publish([event])
+            if event.removed:
+                source.events.add(prompt.keys, event.medium, False)
+            source.events.add(event.keys, event.medium, event.removed)
         assert wire.publisher.flush(60)
         found: list[str] = []
         try:
@@ -203,11 +204,10 @@ def test_chain_with_tokens_is_one_event() -> None:
     prompt = prompt_of(1, 3)
     prompt.extra_keys = [None, ("salt",), None]
     with wire_of() as wire:
-        with stalled(wire.publisher):
-            wire.publisher.publish([event_of([])])
-            wire.publisher.describe(keys := [*prompt.keys], prompt)
-            keys.clear()
-        wire.publisher.publish([event_of([*prompt.keys[1:], key_of(9, 9), prompt.keys[0]])])
+        source = Source(wire.publisher, BLOCK_SIZE)
+        source.describe(keys := [*prompt.keys], prompt)
+        keys.clear()
+        source.events.add([*prompt.keys[1:], key_of(9, 9), prompt.keys[0]], "CPU", False)
         assert wire.publisher.flush(60)
         [(topic, payload)] = wire.replay()
     assert topic == TOPIC.encode()
@@ -224,7 +224,7 @@ def test_chain_with_tokens_is_one_event() -> None:
 def test_idle_descriptions_are_dropped_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of blocks that a medium holds stay, and end once all media have removed them."""
     monkeypatch.setattr("kvcache.exporters.kv_events.encoder.MAX_IDLE", 2)
-    encoder, prompt = EventEncoder(BLOCK_SIZE, "bytes", ()), prompt_of(1, 6)
+    encoder, prompt = EventEncoder("bytes", (), BLOCK_SIZE), prompt_of(1, 6)
     keys, given = prompt.keys, [*prompt.keys[2:5]]
 
     def described(*events: OffloadingEvent) -> list[bool]:
@@ -256,8 +256,9 @@ def test_invalid_prompt_publishes_without_tokens(wrong: dict[str, Any]) -> None:
     for name, value in wrong.items():
         setattr(prompt, name, value)
     with wire_of() as wire:
-        wire.publisher.describe(keys, prompt)
-        wire.publisher.publish([event_of([*keys])])
+        source = Source(wire.publisher, BLOCK_SIZE)
+        source.describe(keys, prompt)
+        source.events.add(keys, "CPU", False)
         assert wire.publisher.flush(60)
         [(_, payload)] = wire.replay()
     assert msgspec.msgpack.decode(payload)[1][-1]["token_ids"] == []

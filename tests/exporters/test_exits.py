@@ -1,4 +1,4 @@
-"""A process that ends while exporters, a recorder and a subscriber run neither crashes nor hangs."""
+"""A process that ends while exporters, a recorder and a router run neither crashes nor hangs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ ENGINE = """
 import atexit, os, sys, threading, time
 from pathlib import Path
 
+import zmq
+
 from kvcache import CPUOffloadingManager, Recorder, ReqContext
 from kvcache.control.telemetry import Telemetry
-from kvcache.exporters.kv_events import KVEventPublisher, KVEventSubscriber
+from kvcache.exporters.kv_events import KVEventPublisher
 from kvcache.exporters.prometheus import PrometheusExporter
 from kvcache.exporters.status import StatusServer, ask
 
@@ -23,7 +25,7 @@ way, folder = sys.argv[1], Path(sys.argv[2])
 manager = CPUOffloadingManager(16, 64, enable_events=True)
 telemetry = Telemetry(manager, time_calls=True)
 publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
-subscriber = KVEventSubscriber(publisher.endpoint, publisher.replay_endpoint, timeout_s=1)
+publisher.follow(manager)
 status, prometheus = StatusServer(telemetry, folder / "s.sock"), PrometheusExporter(telemetry, 0)
 recorder = Recorder(manager, folder / "run.kvlog")
 
@@ -34,11 +36,14 @@ def schedule():
         if output is not None:
             manager.complete_store(output.keys_to_store, context)
         manager.on_request_finished(context)
-        publisher.publish(manager.take_events())
 
 def follow():
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.connect(publisher.replay_endpoint)
     while True:
-        subscriber.poll(0.01)
+        socket.send_multipart((b"", bytes(8)))
+        while socket.poll(10):
+            socket.recv_multipart()
 
 def watch():
     while True:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import signal
 import socket
 import sys
@@ -21,31 +20,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_harness import (
     ANY_PORT,
+    Source,
     ask,
-    encode,
-    joined,
     key,
     media_of,
-    numbers_held,
     open_publisher,
-    publish_one_by_one,
-    settle,
-    stalled,
-    stored,
     until,
 )
 
-from kvcache import CPUOffloadingManager, OffloadingEvent, Prompt
-from kvcache.core.event_log import EventLog
+from kvcache import OffloadingEvent, Prompt
 from kvcache.exporters.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    BlockView,
     EventBatch,
     KVEventPublisher,
 )
-from kvcache.exporters.kv_events import replies as replies_module
+from kvcache.exporters.kv_events import publisher as publisher_module
 
 MAX_BATCH_KEYS = 1024
 TOPIC = f"kv@{socket.gethostname()}@".encode()
@@ -53,8 +44,9 @@ TOPIC = f"kv@{socket.gethostname()}@".encode()
 
 def test_batches_have_vllms_wire_format():
     with KVEventPublisher(ANY_PORT, ANY_PORT) as publisher:
-        publisher.publish([OffloadingEvent([key(7, 3)], 16, "CPU", False)])
-        publisher.publish([OffloadingEvent([key(7, 3)], 16, "disk", True)])
+        log = Source(publisher).events
+        log.add([key(7, 3)], "CPU", False)
+        log.add([key(7, 3)], "disk", True)
         assert publisher.flush(30)
         [_, topic, seq, payload], *_ = ask(publisher)
     assert (topic, seq) == (TOPIC, bytes(8))
@@ -125,27 +117,27 @@ keys = st.binary(max_size=8) | st.sampled_from(
 
 
 events = st.builds(
-    OffloadingEvent,
-    st.lists(keys, max_size=40),
-    st.sampled_from([0, 1, 16, 127, 128, 65_535, 65_536, 2**32, 2**64 - 1]),
-    st.sampled_from(["CPU", "disk", "STORAGE"]),
-    st.booleans(),
+    OffloadingEvent, st.lists(keys, max_size=40), st.just(8), st.sampled_from(["CPU", "disk", "STORAGE"]), st.booleans()
 )
 
 
 @settings(max_examples=40)
 @given(st.lists(st.none() | events, max_size=30), st.integers(0, 2**33))
-@example([OffloadingEvent([b"%d" % i + bytes(4) for i in range(70_000)], 16, "CPU", False)], 0)
-@example([OffloadingEvent([b"%d" % i + bytes(4) for i in range(5_000)], 16, "CPU", True)], 0)
-@example([OffloadingEvent([os.urandom(32) for _ in range(3000)], 16, "CPU", False)], 0)
+@example([OffloadingEvent([b"%d" % i + bytes(4) for i in range(70_000)], 8, "CPU", False)], 0)
+@example([OffloadingEvent([b"%d" % i + bytes(4) for i in range(5_000)], 8, "CPU", True)], 0)
+@example([OffloadingEvent([os.urandom(32) for _ in range(3000)], 8, "CPU", False)], 0)
 def test_messages_equal_those_of_msgspec(published, rank):
-    plain = BlockView()
-    with open_publisher(block_size=8, data_parallel_rank=rank) as publisher:
+    expected = plain_events(published, 8)
+    with open_publisher(data_parallel_rank=rank) as publisher:
+        source = Source(publisher, 8)
         for event in published:
             if event is None:
-                publisher.publish_cleared()
+                # Events that still wait are dropped with the blocks, and two clearings at once are one.
+                assert publisher.flush(30)
+                source.events.clear()
+                assert publisher.flush(30)
             else:
-                publisher.publish([event])
+                source.events.add(event.keys, event.medium, event.removed)
         assert publisher.flush(30)
         replies = ask(publisher)
     assert [reply[1:3] for reply in replies[:-1]] == [
@@ -154,187 +146,87 @@ def test_messages_equal_those_of_msgspec(published, rank):
     sent = []
     for reply in replies[:-1]:
         batch = msgspec.msgpack.decode(reply[-1], type=EventBatch)
-        assert encode(batch) == reply[-1]
+        assert msgspec.msgpack.encode(batch) == reply[-1]
         assert batch.data_parallel_rank == rank
         sent += batch.events
-        plain.apply(batch)
     # A batch may split an event's keys; after merging, the events are equal.
-    assert merged(sent) == merged(plain_events(published, 8))
+    assert merged(sent) == merged(expected)
     assert all(len(event.block_hashes) <= MAX_BATCH_KEYS for event in sent if not isinstance(event, AllBlocksCleared))
-    whole = BlockView()
-    whole.apply(EventBatch(0.0, plain_events(published, 8)))
-    assert plain.media() == whole.media()
 
 
-class Rude:
-    """A key whose `__repr__` publishes."""
-
-    def __init__(self, publisher):
-        self.publisher = publisher
-
-    def __repr__(self):
-        self.publisher.publish([OffloadingEvent([b"from inside"], 16, "CPU", False)])
-        return "rude"
-
-
-@pytest.mark.parametrize("wrong", ["text", 7, None, bytearray(b"bytes")])
-@pytest.mark.parametrize("queue_events", [1, 1000])
-def test_key_not_bytes_raises_queues_nothing(wrong, queue_events):
-    with open_publisher(queue_events=queue_events) as publisher:
-        for keys in ([wrong], [b"fine" * 10, wrong], [b"x" * 100_000, b"fine", wrong]):
-            with pytest.raises(ValueError, match=r"a key must be bytes, .*got "):
-                publisher.publish([OffloadingEvent(keys, 16, "CPU", False)])
-        publisher.publish([OffloadingEvent([b"good"], 16, "CPU", False)])
+@pytest.mark.parametrize("block_size", [0, 65_536, 2**32])
+def test_event_has_block_size_of_log(block_size):
+    with open_publisher() as publisher:
+        Source(publisher, block_size).store(1)
         assert publisher.flush(30)
-        assert media_of(publisher) == {"CPU": {(b"good", 0)}}
+        [frames, _] = ask(publisher)
+    assert [event.block_size for event in msgspec.msgpack.decode(frames[-1], type=EventBatch).events] == [block_size]
 
 
 def test_taken_event_leaves_out_bad_key(publisher):
-    log = EventLog(16)
+    log = Source(publisher).events
     log.add([b"first"], "CPU", False)
     log.add([b"second", "text"], "CPU", False)
-    publisher.publish(log.take())
     assert publisher.flush(30)
     assert media_of(publisher) == {"CPU": {split(b"first"), split(b"second")}}
 
 
 @pytest.mark.parametrize(
-    ("steps", "held"), [("ab/c/", "abc"), ("a/!b/", "b"), ("a/b!/", ""), ("A!/", ""), ("a/!?Ab/", "Ab")]
+    ("steps", "held"), [("ab/c/", "abc"), ("a/!b/", "b"), ("a/b!/", ""), ("a!b/", "b"), ("!/a", "a")]
 )
-def test_taken_events_behind_reset_clear_view(publisher, steps, held):
-    """Steps: a letter is added to a log, "!" resets it, "/" publishes it.
-
-    "?" publishes a clearing, and a capital an event without a number.
-    """
-    log = EventLog(16)
+def test_events_behind_reset_clear_view(publisher, steps, held):
+    """Steps: a letter is added to a log, "!" resets it, "/" waits until it is published."""
+    log = Source(publisher).events
     for step in steps:
         if step == "/":
-            publisher.publish(log.take())
+            assert publisher.flush(30)
         elif step == "!":
             log.clear()
-        elif step == "?":
-            publisher.publish_cleared()
-        elif step.isupper():
-            publisher.publish([OffloadingEvent([step.encode()], 16, "CPU", False)])
         else:
             log.add([step.encode()], "CPU", False)
     assert publisher.flush(30)
     assert media_of(publisher) == ({"CPU": {(letter.encode(), 0) for letter in held}} if held else {})
 
 
-def test_nothing_to_full_queue_clears_nothing():
-    with open_publisher(queue_events=1) as publisher:
-        with stalled(publisher):
-            publisher.publish([stored(1), stored(2)])
-            publisher.publish([])
-        assert publisher.flush(30)
-        assert media_of(publisher) == {"CPU": {split(event.keys[0]) for event in (stored(1), stored(2))}}
-
-
-def test_error_message_that_publishes_breaks_nothing(publisher):
-    with pytest.raises(ValueError, match="got rude"):
-        publisher.publish([OffloadingEvent([b"half of an event", Rude(publisher)], 16, "CPU", False)])
-    assert publisher.flush(30)
-    assert media_of(publisher) == {"CPU": {split(b"from inside")}}
-
-
-@pytest.mark.parametrize("wrong", [-1, 1 << 64, "16", 1.5])
-def test_wrong_block_size_is_named(publisher, wrong):
-    with pytest.raises(ValueError, match="block_size must be"):
-        publisher.publish([OffloadingEvent([b"a"], wrong, "CPU", False)])
-
-
 def test_published_events_hold_no_key(publisher):
-    manager = CPUOffloadingManager(16, 10, "lru", True)
+    log = Source(publisher).events
     key = bytes(bytearray(b"a key of its own"))
-    manager.prepare_store([key])
-    manager.complete_store([key])
-    taken = manager.take_events()
     held = sys.getrefcount(key)
-    publisher.publish(taken)
+    log.add([key], "CPU", False)
     assert publisher.flush(30)
-    assert len(taken) == 0
-    assert sys.getrefcount(key) == held - 1
-
-
-def test_threads_publish_and_clear_at_once():
-    """One thread publishes; others clear, flush and request replays at the same time."""
-    with open_publisher(queue_events=50, buffer_batches=20) as publisher:
-        stop, errors = threading.Event(), []
-
-        def loop(call):
-            try:
-                while not stop.is_set():
-                    call()
-                    time.sleep(0.001)
-            except BaseException as error:
-                errors.append(error)
-
-        calls = (publisher.publish_cleared, lambda: publisher.flush(0.01), publisher.stats, lambda: ask(publisher))
-        threads = [threading.Thread(target=loop, args=(call,)) for call in calls]
-        for thread in threads:
-            thread.start()
-        draw = random.Random(6)
-        end_s = time.monotonic() + 1
-        while time.monotonic() < end_s:
-            made = [b"%d" % draw.randrange(5000) + bytes(4) for _ in range(draw.randrange(100))]
-            publisher.publish([OffloadingEvent(made, 16, "CPU", draw.random() < 0.3)])
-        stop.set()
-        for thread in threads:
-            thread.join()
-        assert errors == []
-        assert publisher.flush(30)  # the queue may be full
-        publisher.publish_cleared()
-        publisher.publish([OffloadingEvent([b"the last"], 16, "disk", False)])
-        assert publisher.flush(30)
-        assert media_of(publisher) == {"STORAGE": {split(b"the last")}}
+    assert sys.getrefcount(key) == held
 
 
 def test_dropped_publisher_ends_its_thread():
     publisher = open_publisher()
-    publisher.publish([OffloadingEvent([b"a"], 16, "CPU", False)])
+    log = Source(publisher).events
     endpoint, gone = publisher.endpoint, weakref.ref(publisher)
     (thread,) = (one for one in threading.enumerate() if one.name == "kvcache-kv-events")
     del publisher
     gc.collect()
     thread.join(30)
     assert not thread.is_alive()
-    assert gone() is None
+    assert (gone(), log.reader) == (None, None)
     KVEventPublisher(endpoint).close()
 
 
-def test_publish_beyond_queue_clears_the_view():
-    with open_publisher(queue_events=1) as publisher, joined(publisher) as subscriber:
-        last: set[int] = set()
-        for number in range(2000):
-            num_dropped = publisher.stats()["dropped_events"]
-            publisher.publish([stored(number)])
-            if publisher.stats()["dropped_events"] > num_dropped:
-                last.clear()
-            else:
-                last.add(number)
-        assert publisher.flush(30)
-        publisher.publish([stored(9999)])
-        settle(publisher, subscriber)
-        assert publisher.stats()["dropped_events"] > 0
-        assert numbers_held(subscriber) in (last | {9999}, {9999})
-
-
 @pytest.mark.slow
-def test_subscriber_that_never_reads_delays_nobody(publisher, subscriber):
+def test_subscriber_that_never_reads_delays_nobody(publisher):
+    source = Source(publisher)
     with zmq.Context() as context, context.socket(zmq.SUB) as idle:
         idle.setsockopt(zmq.RCVHWM, 1)
         idle.setsockopt(zmq.LINGER, 0)
         idle.subscribe(b"")
         idle.connect(publisher.endpoint)
         for number in range(5000):
-            publisher.publish([stored(*range(number * 20, number * 20 + 20))])
-        settle(publisher, subscriber)
-        assert len(subscriber.view) == 100_000
+            source.store(*range(number * 20, number * 20 + 20))
+        assert publisher.flush(60)
+        assert len(media_of(publisher)["CPU"]) == 100_000
 
 
 def test_garbage_requests_are_counted(publisher):
-    publish_one_by_one(publisher, 1)
+    Source(publisher).store(1)
+    assert publisher.flush(30)
     with zmq.Context() as context:
         for request in (b"", b"x", b"not eight bytes at all", b"\xff" * 60_000):
             with context.socket(zmq.DEALER) as socket:
@@ -355,7 +247,6 @@ def test_garbage_requests_are_counted(publisher):
     [
         ({"buffer_batches": 0}, "buffer_batches must be an int in 1.*, got 0"),
         ({"model": 7}, "model must be a str, got 7"),
-        ({"queue_events": "many"}, "queue_events must be an int in 1.*, got 'many'"),
         ({"buffer_batches": 10**30}, "buffer_batches must be an int in .*, got 10000"),
         ({"endpoint": 5557}, "endpoint must be a str, got 5557"),
         ({"replay_endpoint": b"tcp"}, "replay_endpoint must be a str, got b'tcp'"),
@@ -372,12 +263,15 @@ def numbers_of(publisher: KVEventPublisher, start_seq: int) -> list[int]:
     return [int.from_bytes(one[-2], "big", signed=True) for one in ask(publisher, start_seq.to_bytes(8, "big"))]
 
 
-def publish_batches(publisher: KVEventPublisher, num_batches: int) -> None:
+def publish_batches(publisher: KVEventPublisher, num_batches: int) -> Source:
     """Publish `num_batches` full batches."""
+    source = Source(publisher)
     for number in range(num_batches):
-        publisher.publish([stored(*range(1024 * (number % 2), 1024 * (number % 2) + 1024))])
-    assert publisher.flush(60)
+        source.store(*range(1024 * (number % 2), 1024 * (number % 2) + 1024))
+        if number % 100 == 99:
+            assert publisher.flush(60)  # the log holds no more than 256 of them
     assert publisher.stats()["sent_batches"] == num_batches
+    return source
 
 
 @pytest.mark.slow
@@ -388,8 +282,9 @@ def test_replay_beyond_socket_queue_is_whole(publisher):
 
 
 @pytest.mark.slow
-def test_silent_clients_hold_no_memory(publisher):
-    publish_batches(publisher, 1000)
+def test_silent_clients_hold_no_memory(publisher, monkeypatch):
+    monkeypatch.setattr(publisher_module, "_STANDSTILL_S", 0.05)
+    source = publish_batches(publisher, 1000)
     before = resident_bytes()
     with zmq.Context() as context:
         idle = [context.socket(zmq.DEALER) for _ in range(4)]
@@ -400,9 +295,9 @@ def test_silent_clients_hold_no_memory(publisher):
             socket.connect(publisher.replay_endpoint)
             for _ in range(5):
                 socket.send_multipart((b"", bytes(8)))
-        # The publisher sends one reply at a time to each client.
-        until(lambda: publisher.stats()["rejected_requests"] >= 16)
-        publish_one_by_one(publisher, 1)
+        until(lambda: publisher.stats()["rejected_requests"] == 20)
+        source.store(1)
+        assert publisher.flush(30)
         assert numbers_of(publisher, 999) == [999, 1000, -1]
         # Four replies are 140 MB, but only 64 messages of 35 KB wait in each client's connection.
         assert resident_bytes() - before < 64 << 20
@@ -432,71 +327,44 @@ def test_too_long_request_closes_the_connection(publisher, is_request):
     assert publisher.stats()["rejected_requests"] == 0
 
 
-def test_clients_get_replies_in_turns(monkeypatch):
-    monkeypatch.setattr(replies_module, "_STANDSTILL_S", 1)
-    requests, sent = [[name, b"", bytes(8)] for name in (b"silent", b"long", b"late")], []
+def test_silent_client_loses_reply_others_wait(publisher, monkeypatch):
+    """The reply to a client that reads nothing ends, then the next one is sent; events are sent meanwhile."""
+    monkeypatch.setattr(publisher_module, "_STANDSTILL_S", 0.2)
+    replay, sent = publisher_module.Replay(b"", 1000, None), []
+    requests = [[name, b"", bytes(8)] for name in (b"silent", b"long")]
 
     def send(frames):
         if frames[0] == b"silent":
             raise zmq.ZMQError(zmq.EAGAIN)
         sent.append(frames[0])
 
-    buffer = replies_module.ReplayBuffer(b"", 1000)
     for _ in range(600):
-        buffer.add(b"")
-    with zmq.Context() as context:
-        replies = replies_module.Replies(context)
-        replies.socket.close()
-        replies.socket = Mock(poll=lambda _: len(requests), recv_multipart=lambda: requests.pop(0), send_multipart=send)
-        for num_sent in (256, 512, 601, 601):
-            assert replies.answer(buffer.messages)
-            assert [sent.count(name) for name in (b"long", b"late")] == [num_sent] * 2
-        assert replies.num_rejected == 0
-        until(lambda: not replies.answer(buffer.messages))
-        assert replies.num_rejected == 1
+        replay.add(b"")
+    assert not replay.answer()  # without a socket
+    replay._router = Mock(poll=lambda _: len(requests), recv_multipart=lambda: requests.pop(0), send_multipart=send)
+    assert replay.answer()
+    assert (len(requests), sent, replay.num_rejected) == (1, [], 0)
+    until(lambda: replay.answer() and len(sent) == 256)
+    assert replay.answer()
+    assert (len(sent), replay.num_rejected) == (512, 1)
+    assert not replay.answer()
+    assert sent == [b"long"] * 601
 
 
 def test_replay_buffer_is_bounded_in_bytes(publisher, monkeypatch):
-    monkeypatch.setattr(replies_module, "_MAX_KEPT_BYTES", 43 << 12)
+    monkeypatch.setattr(publisher_module, "_MAX_KEPT_BYTES", 43 << 12)
+    log = Source(publisher).events
     for number in range(40):
-        keys = [bytes([number]) * (1 << 12) for _ in range(4)]
-        publisher.publish([OffloadingEvent(keys, 16, "CPU", number % 2 == 1)])
+        log.add([bytes([number]) * (1 << 12) for _ in range(4)], "CPU", number % 2 == 1)
         assert publisher.flush(30)
     assert numbers_of(publisher, 0) == [*range(30, 40), -1]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_events_published_after_end_are_dropped(fails):
-    publisher = open_publisher(block_size=16)
-    publisher.publish([stored(1)])
-    if fails:
-        assert publisher.flush(30)
-        publisher._pub = None
-        publisher.publish([stored(2)])
-        until(lambda: not publisher._thread.is_alive)
-    else:
-        publisher.close()
-        publisher.close()
-    publisher.describe([key(1)], Prompt(range(16), [key(1)]))
-    for number in range(1000):
-        publisher.publish([stored(number)])
-    publisher.publish_cleared()
-    assert list(publisher._queue.take()) == [None]  # of the gap
-    assert publisher.stats()["dropped_events"] == 1000
-    assert publisher.stats()["sent_batches"] == 1
-    assert not publisher.flush(0)
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_forked_child_keeps_no_events(publisher):
+def test_forked_child_keeps_no_descriptions(publisher):
+    source = Source(publisher)
     ends = threading.Event()
-    publisher.publish([stored(*range(100_000))])
-
-    def look() -> None:
-        while not ends.is_set():
-            publisher.stats()
-
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=lambda: [publisher.stats() for _ in iter(ends.is_set, True)])
     thread.start()
     try:
         for _ in range(5):
@@ -504,15 +372,16 @@ def test_forked_child_keeps_no_events(publisher):
             if child == 0:
                 status = 1
                 signal.alarm(30)
-                num_queued = publisher.stats()["queued_events"]
                 try:
-                    publisher.publish([stored(1)])
-                    publisher.publish_cleared()
+                    source.describe([key(1)], Prompt(range(16), [key(1)]))
                     publisher.close()
-                    status = publisher.stats()["queued_events"] - num_queued
+                    status = len(publisher._source.descriptions) + publisher.flush(0)
                 finally:
                     os._exit(status)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         ends.set()
         thread.join()
+    source.store(1)
+    assert publisher.flush(30)
+    assert media_of(publisher) == {"CPU": {split(key(1))}}

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from kvcache.events import OffloadingEvent
-from kvcache.exporters.kv_events.view import as_ints
-from kvcache.exporters.kv_events.wire import BlockHash, BlockRemoved, BlockStored
+from kvcache.exporters.kv_events.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored
 from kvcache.request import Prompt
 
 _LOG = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ class _PromptBlock(NamedTuple):
 class EventEncoder:
     """Makes wire events, with the options of `KVEventPublisher`; for one thread.
 
-    Descriptions of blocks that a medium holds are kept, and of `MAX_IDLE` others.
+    Descriptions of blocks that a medium holds are kept, and of `MAX_IDLE` others. `block_size` is the manager's.
     """
 
-    def __init__(self, block_size: int, hash_format: str, spec_kinds: Sequence[tuple[str, int | None]]) -> None:
+    def __init__(self, hash_format: str, spec_kinds: Sequence[tuple[str, int | None]], block_size: int = 0) -> None:
         self.block_size = block_size
         self._has_ints = hash_format == "int"
         self._spec_kinds = spec_kinds
@@ -65,9 +65,10 @@ class EventEncoder:
             if key in self._media:
                 self._blocks[key] = block
 
-    def clear(self) -> None:
-        """Note that no medium holds a block any longer."""
+    def clear(self) -> AllBlocksCleared:
+        """Note that no medium holds a block any longer, and return the event that announces it."""
         self._media.clear()
+        return AllBlocksCleared()
 
     def _describe(self, key: bytes, prompt: Prompt) -> None:
         i = prompt.index_of(key)
@@ -152,7 +153,12 @@ class EventEncoder:
         yield hashes[first:], described[first:] if described[first] is not None else []
 
     def _wire_hashes(self, hashes: list[bytes]) -> list[BlockHash]:
-        return as_ints(hashes) if self._has_ints else [*hashes]
+        if not self._has_ints:
+            return [*hashes]
+        # As vLLM does: the last 8 bytes of each hash, big-endian; a shorter one has zeros in front.
+        last_bytes = b"".join(block_hash[-8:].rjust(8, b"\0") for block_hash in hashes)
+        numbers: list[BlockHash] = np.frombuffer(last_bytes, ">u8").tolist()
+        return numbers
 
 
 def _by_group(keys: list[bytes]) -> dict[int, list[bytes]]:

@@ -54,7 +54,7 @@ class PublisherStats:
     """Counters of a publisher."""
 
     sent_batches: int = counter("batches", "Batches of KV events that were sent.")
-    dropped_events: int = counter("events", "KV events that were dropped because the queue was full.")
+    dropped_events: int = counter("events", "KV events that were dropped because too many waited.")
     rejected_requests: int = counter("requests", "Requests for replays that were refused.")
     queued_events: int = gauge("events", "KV events that wait for the publishing thread.")
 

@@ -1,4 +1,4 @@
-"""KVEventPublisher: the engine's end: the scheduler queues events, and a thread sends them.
+"""KVEventPublisher: sends the events of a manager to routers, in a thread of its own.
 
 Encoding, sending and answering routers take longer than a scheduler's call, and a slow router must not delay it. The
 thread is Python: a batch holds the interpreter's lock for some 0.5 ms, and then hands it over.
@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,10 @@ import zmq
 
 from kvcache.background import Background, after_fork
 from kvcache.control.watch import Watch
-from kvcache.core.event_log import EventLog, TakenEvents
+from kvcache.core.event_log import EventLog
 from kvcache.events import OffloadingEvent
 from kvcache.exporters.kv_events.encoder import EVENT_COST, MAX_BATCH_KEYS, EventEncoder
-from kvcache.exporters.kv_events.replies import MAX_FRAME_BYTES, ReplayBuffer, Replies
-from kvcache.exporters.kv_events.sources import Descriptions, EventQueue, FollowedLog
-from kvcache.exporters.kv_events.wire import AllBlocksCleared, EventBatch, KVEvent, array_event, to_bytes
+from kvcache.exporters.kv_events.wire import END_OF_REPLAY, EventBatch, KVEvent, array_event, to_bytes
 from kvcache.options import check_int, choice_of
 from kvcache.request import Prompt
 
@@ -37,15 +36,21 @@ SPEC_KINDS = (
     "sink_full_attention", "encoder_only_attention", "cross_attention",
 )  # fmt: skip
 """vLLM's names of what a KV-cache group holds."""
+DEFAULT_TOPIC = "kv@{host}@{model}"
+"""The topic that llm-d filters, and reads the model from."""
 _MAX_NUMBER = (1 << 62) - 1
 _LEAST_WAIT_MS, _MAX_WAIT_MS = 4, 16  # between two looks: a wake-up takes the interpreter's lock from the scheduler
 _PAUSE_S = 0.002  # between two batches: each hand-over of the interpreter's lock costs the scheduler time
-DEFAULT_TOPIC = "kv@{host}@{model}"
-"""The topic that llm-d filters, and reads the model from."""
+_MAX_FRAME_BYTES = 1 << 16  # of a request or a subscription
+_MAX_QUEUED = 64  # messages in the memory of each client's connection
+_MAX_MESSAGES = 256  # of a reply between two looks
+_MAX_REQUESTS = 64  # read between two looks
+_STANDSTILL_S = 2.0
+_MAX_KEPT_BYTES = 1 << 28
 
 
 class KVEventPublisher:
-    """Publish a manager's events to routers; the caller never waits.
+    """Publish a manager's events to routers; the manager's calls never wait.
 
     Parameters
     ----------
@@ -57,13 +62,8 @@ class KVEventPublisher:
         First frame of every message; ``{host}``, ``{model}`` and ``{rank}`` are replaced.
     model : str
         The model's name, for the topic.
-    block_size : int
-        Tokens of a block, for events without a block size.
     buffer_batches : int
         Batches that are kept for replay, of 256 MiB at most.
-    queue_events : int
-        While this many events wait for the thread, `publish` drops further ones, and announces that every block is
-        gone.
     data_parallel_rank : int
         Rank of the engine, in every batch.
     hash_format : str
@@ -98,9 +98,7 @@ class KVEventPublisher:
         *,
         topic: str = DEFAULT_TOPIC,
         model: str = "",
-        block_size: int = 0,
         buffer_batches: int = 10_000,
-        queue_events: int = 100_000,
         data_parallel_rank: int = 0,
         hash_format: str = "int",
         encoding: str = "map",
@@ -110,33 +108,29 @@ class KVEventPublisher:
         for name, text in texts.items():
             if not isinstance(text, str):
                 raise ValueError(f"{name} must be a str, got {text!r}")
-        check_int("block_size", block_size, 0, _MAX_NUMBER)
         check_int("buffer_batches", buffer_batches, 1, _MAX_NUMBER)
         self._rank = check_int("data_parallel_rank", data_parallel_rank, 0, _MAX_NUMBER)
         choice_of(*HASH_FORMATS)("hash_format", hash_format)
         self._has_arrays = choice_of(*ENCODINGS)("encoding", encoding) == "array"
         names = {"host": socket.gethostname(), "model": model, "rank": str(data_parallel_rank)}
         self.topic = re.sub(r"[{](host|model|rank)[}]", lambda match: names[match[1]], topic)
-        self._encoder = EventEncoder(block_size, hash_format, [*map(parse_spec_kind, spec_kinds)])
-        self._queue = EventQueue(check_int("queue_events", queue_events, 1, _MAX_NUMBER))
-        self._followed: FollowedLog | None = None
-        self._buffer = ReplayBuffer(self.topic.encode(), buffer_batches)
-        # Looks at the sources that were begun, and that are done.
+        self._encoder = EventEncoder(hash_format, [*map(parse_spec_kind, spec_kinds)])
+        self._source: _Source | None = None
+        # Looks at the source that were begun, and that are done.
         self._num_begun = self._num_done = 0
-        self._wait_ms = _LEAST_WAIT_MS
         self._is_inherited = False  # by a forked process, which has no thread
         context = zmq.Context()
         try:
             self._pub = context.socket(zmq.PUB)
-            self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            self._pub.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
             self.endpoint = _bind(self._pub, endpoint)
-            self._replies = None if replay_endpoint is None else Replies(context)
-            self.replay_endpoint = None if self._replies is None else _bind(self._replies.socket, replay_endpoint or "")
+            router = None if replay_endpoint is None else context.socket(zmq.ROUTER)
+            self._replay = Replay(self.topic.encode(), buffer_batches, router)
+            self.replay_endpoint = None if router is None else _bind(router, replay_endpoint or "")
         except BaseException:
             context.destroy(linger=0)
             raise
         # The thread has no reference to the publisher while it waits: dropping the publisher ends it.
-        router = None if self._replies is None else self._replies.socket
         self._thread = Background("kv-events", partial(_run, weakref.ref(self), context, self._pub, router))
         after_fork(self, KVEventPublisher._refuse_in_child)
 
@@ -150,7 +144,7 @@ class KVEventPublisher:
         Raises
         ------
         ValueError
-            The manager keeps no events, they go to a publisher already, or this publisher follows another manager.
+            The manager keeps no events, they go to a publisher already, or this publisher has followed a manager.
 
         Notes
         -----
@@ -160,84 +154,38 @@ class KVEventPublisher:
         log = getattr(getattr(manager, "pool", manager), "events", None)
         if not isinstance(log, EventLog):
             raise ValueError(f"the manager must keep events (enable_events=True), got {manager!r}")
-        if self._followed is not None:
+        if self._thread.stopping.is_set() or not self._thread.is_alive:
+            raise ValueError("the publisher is closed, and follows no manager")
+        if self._source is not None:
             raise ValueError("the publisher follows a manager already")
         if log.reader is not None:
             raise ValueError("the manager's events go to a publisher already")
-        if self._thread.stopping.is_set() or not self._thread.is_alive:
-            raise ValueError("the publisher is closed, and follows no manager")
-        watch, wrapper = Watch.of(manager), Descriptions(self._queue, self._thread)
-        watch.add(wrapper)  # may raise; then nothing has changed
-        self._encoder.block_size = log.block_size or self._encoder.block_size
-        self._queue.max_events = 0
-        self._followed = FollowedLog(log, self._thread, partial(watch.remove, wrapper))
-
-    def describe(self, keys: list[bytes], prompt: Prompt) -> None:
-        """Give the tokens of blocks before their events: call it with ``keys_to_store``, if no manager is followed.
-
-        Parameters
-        ----------
-        keys : list of bytes
-            Offload keys.
-        prompt : Prompt
-            The request's tokens and all keys of its blocks.
-
-        Raises
-        ------
-        ValueError
-            The publisher has no `block_size`.
-        """
-        if not self._encoder.block_size:
-            raise ValueError("a publisher with block_size=0 cannot describe blocks")
-        if self._thread.is_alive:
-            self._queue.describe([*keys], prompt)
-
-    def publish(self, events: Iterable[OffloadingEvent]) -> None:
-        """Queue `events`, as `manager.take_events` returns them; for one thread. Costs O(1) for taken events.
-
-        Raises
-        ------
-        ValueError
-            An event that `take_events` did not make has a key that is not bytes, or a bad block size; nothing was
-            queued. Or the publisher follows a manager.
-        """
-        queued = events if type(events) is TakenEvents else [*map(_checked, events)]
-        if self._followed is not None and len(queued):
-            raise ValueError("the publisher follows a manager, whose events it takes itself")
-        self._queue.put(queued)
-
-    def publish_cleared(self) -> None:
-        """Queue that every block is gone: call it with `reset_cache` of a manager that is not followed."""
-        if self._followed is not None:
-            self._followed.clear()
-        elif self._thread.is_alive:
-            self._queue.clear()
+        self._encoder.block_size = log.block_size
+        self._source = _Source(log, Watch.of(manager), self._thread)
 
     def stats(self) -> dict[str, int]:
         """Return counters since start by name, as `PublisherStats` describes them; for any thread."""
+        source = self._source
         return {
-            "sent_batches": self._buffer.num_batches,
-            "dropped_events": self._queue.num_dropped,
-            "rejected_requests": 0 if self._replies is None else self._replies.num_rejected,
-            "queued_events": self._queue.num_waiting,
+            "sent_batches": self._replay.num_batches,
+            "dropped_events": 0 if source is None else source.log.num_dropped,
+            "rejected_requests": self._replay.num_rejected,
+            "queued_events": 0 if source is None or source.has_ended else len(source.log),
         }
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Wait at most `timeout_s` until everything queued so far was sent; return whether it was."""
+        """Wait at most `timeout_s` until all events so far were sent; return whether they were, False if closed."""
         end_s = time.monotonic() + timeout_s
         next_look = self._num_begun + 1
         while self._num_done < next_look:
-            if not self._thread.is_alive:
-                return not self._queue.num_dropped and not self._queue.num_waiting
-            if time.monotonic() >= end_s:
+            if time.monotonic() >= end_s or not self._thread.is_alive:
                 return False
             time.sleep(0.001)
         return True
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Send the queued events and release the sockets; waits at most `timeout_s`. May be called twice."""
+        """Send the events that wait and release the sockets; waits at most `timeout_s`. May be called twice."""
         if not self._is_inherited:
-            self._queue.max_events = 0
             self._thread.stop(timeout_s)
             self._unfollow()
 
@@ -252,33 +200,27 @@ class KVEventPublisher:
             self._unfollow()
 
     def _refuse_in_child(self) -> None:
-        """A forked child has no thread, so its copy of the publisher drops events."""
-        self._is_inherited, self._queue.max_events = True, 0
+        """A forked child has no thread, so the events of its copy of the manager wait until the log drops them."""
+        self._is_inherited = True
 
     def _unfollow(self) -> None:
-        self._queue.max_events = 0
-        followed, self._followed = self._followed, None
-        if followed is not None:
-            followed.end()
+        if self._source is not None:
+            self._source.end()
 
     # ---- the publishing thread -------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Send the events that wait, and answer requests."""
+    def _look(self) -> int:
+        """Send the events that wait, and answer requests. Return milliseconds to wait for the next look, or 0."""
         self._num_begun += 1
-        followed, num_batches = self._followed, self._buffer.num_batches
-        if followed is not None:
-            self._queue.put_taken(followed.take())
+        num_batches = self._replay.num_batches
         self._send_all()
         self._num_done = self._num_begun
-        if self._replies is not None and self._replies.answer(self._buffer.messages):
-            self._wait_ms = 1
-        else:
-            is_idle = self._buffer.num_batches == num_batches
-            self._wait_ms = min(2 * self._wait_ms, _MAX_WAIT_MS) if is_idle else _LEAST_WAIT_MS
+        if self._replay.answer():
+            return 1
+        return _LEAST_WAIT_MS if self._replay.num_batches > num_batches else 0
 
     def _send_all(self) -> None:
-        """Send all events that are queued."""
+        """Send all events that wait."""
         batch: list[KVEvent] = []
         cost = 0
         for event, event_cost in self._wire_events():
@@ -292,20 +234,17 @@ class KVEventPublisher:
             self._send(batch)
 
     def _wire_events(self) -> Iterator[tuple[KVEvent, int]]:
-        """Yield each queued event as it is sent, and its cost in keys."""
-        for item in self._queue.take():
-            if item is None:
-                self._encoder.clear()
-                yield AllBlocksCleared(), EVENT_COST
-            elif isinstance(item, tuple):
-                self._encoder.describe(*item)
+        """Yield each event as it is sent, and its cost in keys."""
+        for event in () if self._source is None else self._source.take(self._encoder.describe):
+            if event is None:
+                yield self._encoder.clear(), EVENT_COST
             else:
-                yield from self._encoder.events(item)
+                yield from self._encoder.events(event)
 
     def _send(self, events: list[KVEvent]) -> None:
         sent = [*map(array_event, events)] if self._has_arrays else events
         payload = to_bytes(EventBatch(time.time(), sent, self._rank))
-        self._pub.send_multipart(self._buffer.add(payload))
+        self._pub.send_multipart(self._replay.add(payload))
 
 
 def _run(
@@ -315,15 +254,18 @@ def _run(
     router: Any,
     stopping: threading.Event,
 ) -> None:
-    """Send and answer until the publisher is closed or dropped, or its sockets fail; then close the sockets."""
+    """Send and answer until the publisher is closed or dropped, or its sockets fail; then close the sockets.
+
+    `pub` keeps that socket open until then, although the publisher is dropped.
+    """
+    wait_ms = _LEAST_WAIT_MS
     try:
         while (publisher := reference()) is not None:
-            # Read before the queue: events that were queued before the stop are still sent.
+            # Read before the events: those that were logged before the stop are still sent.
             is_last = stopping.is_set()
-            publisher._look()
+            wait_ms = publisher._look() or min(2 * wait_ms, _MAX_WAIT_MS)
             if is_last:
                 return
-            wait_ms = publisher._wait_ms
             del publisher
             if router is None:
                 stopping.wait(wait_ms / 1000)
@@ -337,6 +279,134 @@ def _run(
         context.destroy(linger=200)
 
 
+class _Source:
+    """The event log of a manager, read by one thread alone, and the descriptions of the blocks that it stores.
+
+    It is a `kvcache.control.watch.Wrapper`: keys that are about to be stored are queued with their prompt.
+    """
+
+    names: Collection[str] = ("prepare_store",)
+
+    def __init__(self, log: EventLog, watch: Watch, reader: Background) -> None:
+        self.log, self.has_ended = log, False
+        self.descriptions: deque[tuple[list[bytes], Prompt]] = deque()
+        self._watch, self._reader = watch, reader
+        self._last_number = 0
+        watch.add(self)  # may raise; then nothing has changed
+        log.reader = reader
+
+    def wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        descriptions, reader = self.descriptions, self._reader
+
+        def described(keys: Any, req_context: Any = None, *args: Any, **kwargs: Any) -> Any:
+            output = method(keys, req_context, *args, **kwargs)
+            prompt = getattr(req_context, "prompt", None)
+            if prompt is not None and output is not None and output.keys_to_store and reader.is_alive:
+                descriptions.append(([*output.keys_to_store], prompt))
+            return output
+
+        return described
+
+    def take(self, describe: Callable[[list[bytes], Prompt], object]) -> Iterator[OffloadingEvent | None]:
+        """Take all events out, and yield them in order. None: every block is gone, or events are missing."""
+        events = self.log.take(None, self._reader)
+        # After the events: each block is described before its event is logged, so no description is missed.
+        while self.descriptions:
+            describe(*self.descriptions.popleft())
+        for event in events:
+            if self._last_number and event.number != self._last_number + 1:
+                yield None
+            self._last_number = event.number
+            yield event
+        # The last number that was taken may be that of a reset.
+        if self._last_number < events.next_number - 1:
+            self._last_number = events.next_number - 1
+            yield None
+
+    def end(self) -> None:
+        """Leave the events to the manager again."""
+        if not self.has_ended:
+            self.has_ended = True
+            self._watch.remove(self)
+            self.log.reader = None
+
+
+class Replay:
+    """The last batches that were sent, at most `max_batches` and 256 MiB, and the ROUTER socket that sends them again.
+
+    One reply is sent at a time, as fast as its client reads, so clients hold neither the memory nor the thread of the
+    publisher. A client that reads nothing for 2 s loses the rest of its reply. `router` is not bound yet, or None.
+    """
+
+    def __init__(self, topic: bytes, max_batches: int, router: Any) -> None:
+        self.num_batches = self.num_rejected = 0
+        self._topic, self._max_batches = topic, max_batches
+        self._payloads: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._router = router
+        self._reply: Iterator[None] = iter(())
+        if router is not None:
+            # The limits apply to connections made after they were set.
+            router.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
+            router.setsockopt(zmq.RCVHWM, 16)
+            router.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+            router.setsockopt(zmq.SNDTIMEO, 0)
+            router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+
+    def add(self, payload: bytes) -> tuple[bytes, bytes, bytes]:
+        """Keep a batch, and return its message."""
+        message = self._topic, self.num_batches.to_bytes(8, "big"), payload
+        self.num_batches += 1
+        self._payloads.append(payload)
+        self._num_bytes += len(payload)
+        # The last batch is kept, however large it is.
+        while len(self._payloads) > (self._max_batches if self._num_bytes <= _MAX_KEPT_BYTES else 1):
+            self._num_bytes -= len(self._payloads.popleft())
+        return message
+
+    def answer(self) -> bool:
+        """Send more of the reply, or read requests and begin the next one; return whether a reply is unfinished."""
+        for _ in range(_MAX_REQUESTS):
+            if next(self._reply, self) is not self:
+                return True
+            if self._router is None or not self._router.poll(0):
+                break
+            frames = self._router.recv_multipart()
+            # REQ sockets put an empty frame before the request, DEALER sockets need not.
+            if len(frames) in (2, 3) and len(frames[-1]) == 8:
+                self._reply = self._sending(frames[0], int.from_bytes(frames[-1], "big"))
+            else:
+                self.num_rejected += 1
+        return False
+
+    def _sending(self, client: bytes, seq: int) -> Iterator[None]:
+        """Send a reply from the number `seq` on, and yield while its client takes no more, or between two looks."""
+        for number, message in enumerate(self._messages(seq), 1):
+            end_s = time.monotonic() + _STANDSTILL_S
+            while True:
+                try:
+                    self._router.send_multipart((client, b"", *message))
+                    break
+                except zmq.ZMQError as error:
+                    # Not EAGAIN: the client has gone.
+                    if error.errno != zmq.EAGAIN or time.monotonic() > end_s:
+                        self.num_rejected += 1
+                        return
+                yield
+            if number % _MAX_MESSAGES == 0:
+                yield
+
+    def _messages(self, seq: int) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """Yield the messages of a reply: every kept batch from `seq` on, and the end."""
+        while seq < self.num_batches:
+            # The client sees by the number that older batches are no longer kept.
+            first = self.num_batches - len(self._payloads)
+            seq = max(seq, first)
+            yield self._topic, seq.to_bytes(8, "big"), self._payloads[seq - first]
+            seq += 1
+        yield b"", END_OF_REPLAY, b""
+
+
 def parse_spec_kind(text: str) -> tuple[str, int | None]:
     """Return kind and window of ``"sliding_window:4096"``; ValueError if it is not a kind."""
     kind, colon, window = text.partition(":") if isinstance(text, str) else ("", "", "")
@@ -344,16 +414,6 @@ def parse_spec_kind(text: str) -> tuple[str, int | None]:
         known = ", ".join(SPEC_KINDS)
         raise ValueError(f"spec_kinds must hold names of {known}, perhaps with ':WINDOW', got {text!r}")
     return kind, int(window) if colon else None
-
-
-def _checked(event: OffloadingEvent) -> OffloadingEvent:
-    """Return a copy of a caller's event; ValueError if it cannot be encoded."""
-    keys = [*event.keys]
-    for key in keys:
-        if not isinstance(key, bytes):
-            raise ValueError(f"a key must be bytes, got {key!r:.80}")
-    check_int("block_size", event.block_size, 0, (1 << 64) - 1)
-    return OffloadingEvent(keys, event.block_size, event.medium, event.removed, event.number)
 
 
 def _bind(socket_of: Any, endpoint: str) -> str:

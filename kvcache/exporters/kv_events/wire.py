@@ -10,8 +10,6 @@ from typing import Annotated, Any
 import msgspec
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-MAX_SEQ = (1 << 63) - 2
-"""Batches have no greater numbers."""
 
 
 BlockHash = int | bytes
