@@ -44,9 +44,9 @@ def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
                 known = ", ".join(["arbiter", *WRITE_POLICIES, f"{_POLICY}NAME"])
                 raise ValueError(f"--tier takes {known} behind the rate, got {rule!r} in {text!r}")
         policies = [rule for rule in rules if rule != "arbiter"]
-        for name, named in (("write policy", policies), ("cache_policy", own)):
+        for kind, named in (("write policy", policies), ("cache_policy", own)):
             if len(named) > 1:
-                raise ValueError(f"--tier takes one {name}, got {text!r}")
+                raise ValueError(f"--tier takes one {kind}, got {text!r}")
         tiers.append(
             TierChoice(
                 name,
