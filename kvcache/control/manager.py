@@ -150,9 +150,9 @@ class OffloadingManager(ABC):
         Parameters
         ----------
         version : str or int, optional
-            Names what the blocks of the future are computed with, as the number of an update of the weights. Engines
-            that are reset to one version share blocks through a shared store again. None: this engine shares with
-            engines that start later only. A manager without a shared store ignores it.
+            Names the weights that later blocks are computed with, as the number of an update. Engines that are reset to
+            one version share blocks through stores and pools again, and a start with this `weights_version` finds its
+            blocks on disk. None: these blocks belong to this process alone.
 
         Raises
         ------

@@ -7,11 +7,11 @@ Names are ``kvcache:<namespace>:<epoch>:<block key>``. The namespace is a keyed 
 geometry), the format and a tenant's salt, so engines share blocks only if the bytes mean the same. A value is a payload
 and a seal over name and payload. A value that is foreign, short, long or torn is a counted miss and is deleted.
 
-A reset announces another epoch and deletes the blocks of the old one. The epoch of a reset to a version is derived from
-it, so engines that are reset to one version meet; without a version it is random. An engine keeps the epoch that it
-found when it started or took in its own reset, because another engine's reset may mean other weights. Engines that
-start later join the announced epoch. If the store has forgotten it, a running engine announces a random one for them
-and keeps its own.
+An epoch stands for weights (`kvcache.epoch`), so they are no part of the namespace. Engines begin in the epoch of their
+fingerprint, which is announced: an operator may announce another one, for engines that start later. A reset leaves it
+for the epoch of a version, or for a private one that is never announced. The blocks of a private epoch are deleted when
+its engine leaves it; those of others may be in use, and the store evicts them. If the store has forgotten the
+announced epoch, a running engine announces it again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hmac import compare_digest
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from kvcache.epoch import Epoch, EpochKind, without_weights
 from kvcache.tiers.base.checksum import SEAL_BYTES, Namespace
 from kvcache.tiers.base.codec import Codec, stored_form
 from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierBatch
@@ -86,11 +87,14 @@ class SharedStoreTier(JobTier):
         **options: Any,
     ) -> None:
         self.block_bytes, described = stored_form(codec, host_blocks, fingerprint)
-        self._namespace = Namespace(store_format, described, self.block_bytes, salt)
+        self._namespace = Namespace(store_format, without_weights(described), self.block_bytes, salt)
         self.prefix = self._namespace.prefix.encode()
-        # The epoch of this engine, empty until the store has answered, and older ones whose blocks are not deleted yet.
-        self._epoch = ""
-        self._old_epochs: list[str] = []
+        self._start = Epoch.of(described)
+        # In names: the announced epoch of the fingerprint, empty until the store has answered, and that of a reset.
+        self._announced = self._own = ""
+        # The last reset, and the private epochs that this engine has left and whose blocks are not deleted yet.
+        self._reset: tuple[int, Epoch] | None = None
+        self._left: list[str] = []
         self._epoch_lock = Lock()
         super().__init__(
             host_blocks,
@@ -144,16 +148,18 @@ class SharedStoreTier(JobTier):
     @property
     def epoch(self) -> str:
         """The epoch of this engine's blocks; empty until the store has answered."""
-        return self._epoch
+        return self._own or self._announced
 
     @property
     def epoch_name(self) -> bytes:
-        """The name of the announced epoch."""
-        return self.prefix + b":epoch"
+        """The name of the announced epoch of this engine's fingerprint."""
+        if not self._start.weights:
+            return self.prefix + b":epoch"
+        return b"%b:%b:epoch" % (self.prefix, self._namespace.epoch_of(self._start).encode())
 
     def store_name(self, key: bytes) -> bytes:
         """Return the name of a block in the store."""
-        return b"%b:%b:%b" % (self.prefix, self._epoch.encode("latin-1"), key)
+        return b"%b:%b:%b" % (self.prefix, self.epoch.encode("latin-1"), key)
 
     def open(self) -> None:
         # The engine also starts without a store; each later call tries again.
@@ -188,44 +194,41 @@ class SharedStoreTier(JobTier):
             return refused
         outcomes = self.put_values(names, batch, lambda i: self._namespace.seal(names[i], buffers[i]))
         if batch.generation != self.generation:
-            # The reset may have deleted the old names before these were written.
-            self.delete_values(names)
+            # The reset may have deleted the old names before these were written. Others may use those that were held.
+            self.delete_values([name for name, out in zip(names, outcomes, strict=True) if out == BlockOutcome.DONE])
             return refused
         return outcomes
 
     def clear(self, generation: int) -> None:
-        """Announce the epoch of the reset and delete the blocks of older ones."""
-        self.connect()
-        self._join_epoch()
-        epoch = self._namespace.epoch_of(self.version)
-        with self._epoch_lock:
-            self.announce_epoch(epoch, replace=True)
-            # A version may be that of now, or of a reset whose old blocks are not deleted yet.
-            self._old_epochs = [old for old in (*self._old_epochs, self._epoch) if old != epoch]
-            self._epoch = epoch
-        while self._old_epochs:
-            self.delete_older(b"%b:%b:" % (self.prefix, self._old_epochs[-1].encode("latin-1")))
-            self._old_epochs.pop()
+        """Begin the epoch of the reset; delete the blocks of private ones that this engine has left."""
+        if self._reset is None or self._reset[0] != generation:
+            if self._reset is not None and self._reset[1].kind is EpochKind.PRIVATE:
+                self._left.append(self._own)
+            self._reset = generation, Epoch.after_reset(self.version)
+            self._own = self._namespace.epoch_of(self._reset[1])
+        while self._left:
+            self.connect()
+            self.delete_older(b"%b:%b:" % (self.prefix, self._left[-1].encode()))
+            self._left.pop()
 
     def maintain(self) -> None:
         self.connect()
         with self._epoch_lock:
             # Reading keeps the epoch recent in a store that evicts any name.
-            if self._epoch and self.read_epoch() is None:
-                self.announce_epoch(self._namespace.epoch_of(None), replace=False)
+            if self._announced and self.read_epoch() is None:
+                self.announce_epoch(self._announced, replace=False)
 
     def _join_epoch(self) -> None:
-        """Take the announced epoch once, or announce one if it is missing. Engines that start together share it."""
-        if self._epoch:
+        """Take the announced epoch once, or announce that of the fingerprint if it is missing."""
+        if self.epoch:
             return
-        # One thread at a time: another one must not join the epoch that a reset has just left.
+        # One thread at a time: two must not join different epochs.
         with self._epoch_lock:
-            if self._epoch:
+            if self.epoch:
                 return
-            epoch = self.read_epoch()
-            if epoch is None:
-                self.announce_epoch(self._namespace.epoch_of(None), replace=False)
+            if not (epoch := self.read_epoch()):
+                self.announce_epoch(self._namespace.epoch_of(self._start), replace=False)
                 epoch = self.read_epoch()
             if not epoch:
                 raise OSError(f"{self!r} does not keep the epoch")
-            self._epoch = epoch
+            self._announced = epoch

@@ -368,5 +368,8 @@ class StoreContract(TierContract):
         second.reset()
         wait_for_reset(second)
         store_until_done(second, KEYS[:2])
+        store_until_done(second, [b"of second alone"])
+        # A later engine has the weights of its fingerprint, as the first one has.
         opened.append(self.tier_type(host_blocks=host, **options))
-        assert [found(opened[-1], keys) for keys in (KEYS[:2], KEYS[2:4])] == [2, 0]
+        assert found(opened[-1], KEYS) == found(first, KEYS) == len(KEYS)
+        assert [found(engine, [b"of second alone"]) for engine in opened] == [0, 1, *[0] * 3]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from stores import load, store, until, wait_for_reset
 
+from kvcache.epoch import Epoch
 from kvcache.tiers.disk import directory as directory_module
 from kvcache.tiers.disk import tier as tier_module
 from kvcache.tiers.disk.directory import TierDirectory, clear_directory
@@ -25,6 +26,7 @@ from kvcache.tiers.disk.maintenance import compact_tier, inspect_tier, verify_ti
 from kvcache.tiers.disk.slot_table import SlotTable
 from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
+OF_V1 = Epoch.of_version("v1").of_fingerprint({})
 FILES = ["kvcache.json", "lock", "data", "records", "recency"]
 
 
@@ -108,7 +110,7 @@ def test_hung_mark_keeps_files_open(bench, monkeypatch):
     released, start = threading.Event(), tier_module.Background
     monkeypatch.setattr(tier_module, "Background", lambda name, run: start(name, lambda s: (released.wait(), run(s))))
     tier = bench.open()
-    tier.reset()
+    tier.reset("v1")
     wait_for_reset(tier)
     store(tier, bench.keys(0))
     tier.shutdown()
@@ -117,7 +119,7 @@ def test_hung_mark_keeps_files_open(bench, monkeypatch):
     assert all(mark.stop(60) for mark in tier._marks)
     tier._store.close()
     # Even late, it is the mark of the blocks before the reset.
-    assert load(bench.open(), bench.keys(0)).done == bench.keys(0)
+    assert load(bench.open(fingerprint=OF_V1), bench.keys(0)).done == bench.keys(0)
 
 
 def test_reset_at_largest_epoch_continues(bench):
@@ -125,11 +127,11 @@ def test_reset_at_largest_epoch_continues(bench):
     bench.edit_header(epoch=(1 << 32) - 1)
     tier = bench.open()
     store(tier, bench.keys(0))
-    tier.reset()
+    tier.reset("v1")
     wait_for_reset(tier)
     store(tier, bench.keys(1))
     tier.shutdown()
-    tier = bench.open()
+    tier = bench.open(fingerprint=OF_V1)
     assert [tier.lookup([key]) for key in bench.keys(0, 1)] == [0, 1]
 
 
@@ -690,3 +692,64 @@ def test_unchangeable_modes_are_warned_of(bench, monkeypatch, caplog):
     monkeypatch.setattr(directory_module.os, "fchmod", raiser(errno.EPERM))
     bench.open()
     assert "that others may read (mode drwxr-xr-x), and that cannot be changed: Operation not permitted" in caplog.text
+
+
+def of_weights(weights):
+    return {"fingerprint": {"model": "m", "weights": weights}}
+
+
+def test_private_blocks_end_with_their_process(bench):
+    bench.leave(0, **of_weights("sha256:a"))
+    tier = bench.open(**of_weights("sha256:a"))
+    tier.reset()
+    wait_for_reset(tier)
+    store(tier, bench.keys(1))
+    private = inspect_tier(bench.path).fingerprint["weights"]
+    assert private.startswith("private:")
+    # Not even for one that reads beside it.
+    assert bench.open(read_only=True, **of_weights("sha256:a")).stats().num_held == 0
+    assert bench.open(read_only=True, **of_weights(private)).stats().num_held == 1
+    tier.shutdown()
+    bench.leave(2, **of_weights("sha256:a"))
+    tier = bench.open(**of_weights("sha256:a"))
+    assert [tier.lookup([key]) for key in bench.keys(0, 1, 2)] == [0, 0, 1]
+    assert inspect_tier(bench.path).fingerprint["weights"] == "sha256:a"
+
+
+@pytest.mark.parametrize(("weights", "num_held"), [
+    ("version:7", 1), ("version:8", 0), ("sha256:a", 0), ("sha256:b", 0), (None, 0),
+])  # fmt: skip
+def test_named_blocks_are_found_by_name(bench, weights, num_held):
+    tier = bench.open(**of_weights("sha256:a"))
+    store(tier, bench.keys(0))
+    tier.reset(7)
+    wait_for_reset(tier)
+    store(tier, bench.keys(1))
+    tier.shutdown()
+    tier = bench.open(**of_weights(weights))
+    assert (tier.stats().num_held, tier.lookup(bench.keys(0))) == (num_held, 0)
+
+
+def test_weights_of_files_are_refused(bench):
+    bench.leave(0, **of_weights("sha256:a"))
+    with pytest.raises(TierDirectoryError, match=r"another fingerprint: weights 'sha256:a' is not 'sha256:b'"):
+        bench.open(**of_weights("sha256:b"))
+    with pytest.raises(TierDirectoryError, match="another fingerprint: model 'm' is not 'n'"):
+        bench.open(fingerprint={"model": "n", "weights": "version:7"})
+    # A version is set on purpose, so the directory is not the wrong one.
+    assert bench.open(**of_weights("version:7")).stats().num_held == 0
+
+
+def test_reset_without_note_stores_nothing(bench, monkeypatch):
+    tier = bench.open(**of_weights("sha256:a"))
+    store(tier, bench.keys(0))
+    monkeypatch.setattr(TierDirectory, "mark_void", raiser(errno.EIO))
+    monkeypatch.setattr(TierDirectory, "write_header", raiser(errno.ENOSPC))
+    tier.reset()
+    until(lambda: tier.stats().unavailable_reason.startswith("reset failed"))
+    assert not tier.submit_store(5, bench.keys(1), [1])
+    tier.shutdown()
+    monkeypatch.undo()
+    # The blocks from before the reset are of the files still.
+    tier = bench.open(**of_weights("sha256:a"))
+    assert [tier.lookup([key]) for key in bench.keys(0, 1)] == [1, 0]

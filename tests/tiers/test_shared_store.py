@@ -51,8 +51,9 @@ def values():
 
 @pytest.fixture
 def open_engine(values, opened):
-    def open_one(**options):
-        opened.append(DictStoreTier(values, blocks(), fingerprint={"model": "m"}, **options))
+    def open_one(weights=None, **options):
+        fingerprint = {"model": "m"} | ({} if weights is None else {"weights": weights})
+        opened.append(DictStoreTier(values, blocks(), fingerprint=fingerprint, **options))
         return opened[-1]
 
     return open_one
@@ -89,31 +90,49 @@ def test_late_engine_keeps_blocks_of_version(open_engine):
     assert [found(engine, keys) for engine in (early, late) for keys in (KEYS[2:4], KEYS[:2])] == [2, 0, 2, 0]
 
 
-def test_reset_deletes_left_epoch_only(open_engine, values):
+def test_reset_deletes_left_private_epoch_only(open_engine, values):
     first, second = open_engine(), open_engine()
     store(first, KEYS[:4])
+    reset_all([first], None)
+    store(first, KEYS[:3])
+    assert len(values) == 1 + 4 + 3
     reset_all([first], "v7")
-    assert len(values) == 1, "the epoch"
-    store(first, KEYS[:4])
+    assert (len(values), found(second, KEYS[:4])) == (1 + 4, 4)
+    store(first, KEYS[:2])
+    reset_all([first], "v8")
     reset_all([second], "v7")
-    assert len(values) == 5
+    assert (len(values), found(second, KEYS[:4])) == (1 + 4 + 2, 2)
+
+
+def test_weights_have_epochs_of_their_own(open_engine):
+    engines = [open_engine(weights) for weights in (None, "sha256:a", "sha256:b", "version:7", "sha256:a")]
+    for count, engine in enumerate(engines[:4], 1):
+        store(engine, KEYS[:count])
+    assert [found(engine, KEYS[:8]) for engine in engines] == [1, 2, 3, 4, 2]
+    # From the files or by a reset: one name is one epoch.
+    reset_all(engines[:1], 7)
+    assert [found(engine, KEYS[:8]) for engine in engines] == [4, 2, 3, 4, 2]
+    reset_all(engines[1:3], None, None)
+    assert [found(engine, KEYS[:8]) for engine in (*engines, open_engine("sha256:b"))] == [4, 0, 0, 4, 2, 3]
 
 
 def test_salt_separates_epochs_of_one_version(open_engine, values):
     engines = [open_engine(salt=salt) for salt in ("a", "b")]
     reset_all(engines, "v7", "v7")
-    assert len({values[engine.epoch_name] for engine in engines}) == 2
+    assert len({engine.epoch for engine in engines}) == 2
 
 
 def test_store_overtaken_by_reset_is_refused(open_engine, values, monkeypatch):
-    engine = open_engine()
+    engine, other = open_engine(), open_engine()
+    store(other, KEYS[2:3])
+    reset_all([engine], None)
     put_values = DictStoreTier.put_values
 
     def reset_and_put(self, names, batch, seal):
         old = self.epoch
         self.reset(8)
         # The reset has deleted the old names before these are written.
-        until(lambda: self.epoch != old and not self._old_epochs)
+        until(lambda: self.epoch != old and not self._left)
         outcomes = put_values(self, names, batch, seal)
         assert set(names) <= values.keys()
         return outcomes
@@ -122,7 +141,7 @@ def test_store_overtaken_by_reset_is_refused(open_engine, values, monkeypatch):
     result = store(engine, KEYS[:2])
     assert (result.done, sorted(result.failed)) == ([], KEYS[:2])
     wait_for_reset(engine)
-    assert list(values) == [engine.epoch_name]
+    assert list(values) == [engine.epoch_name, other.store_name(KEYS[2])]
 
 
 def test_old_block_gets_no_new_name(open_engine, monkeypatch):
@@ -142,56 +161,41 @@ def test_old_block_gets_no_new_name(open_engine, monkeypatch):
 def test_failed_reset_is_tried_again(open_engine, values, monkeypatch):
     monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
     engine = open_engine()
+    reset_all([engine], None)
     store(engine, KEYS[:4])
-    calls = []
+    deleted, delete_older = [], DictStoreTier.delete_older
 
-    def fail(name, is_failing):
-        method = getattr(DictStoreTier, name)
+    def fail(self, prefix):
+        deleted.append(prefix)
+        if self.version == 8:
+            raise OSError("not now")
+        delete_older(self, prefix)
 
-        def attempt(self, *args, **options):
-            calls.append((name, *args))
-            if is_failing():
-                raise OSError("not now")
-            method(self, *args, **options)
-
-        monkeypatch.setattr(DictStoreTier, name, attempt)
-
-    fail("announce_epoch", lambda: len(calls) == 1)
-    fail("delete_older", lambda: engine.version == 8)
+    monkeypatch.setattr(DictStoreTier, "delete_older", fail)
     engine.reset(8)
-    until(lambda: len(calls) > 4)
-    assert len(set(calls)) == 2, "the epoch and the names of a version stay"
+    until(lambda: len(deleted) > 4)
+    assert len(set(deleted)) == 1
     # Nor does the next reset forget the blocks.
     reset_all([engine], 9)
     assert list(values) == [engine.epoch_name]
 
 
-def test_reset_connects_to_late_store(open_engine, values, monkeypatch):
-    monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
-    store(open_engine(), KEYS[:4])
-    is_up, connected = [], []
-
-    def connect(self):
-        if not is_up:
-            raise OSError("no store")
-        connected.append(self)
-
-    monkeypatch.setattr(DictStoreTier, "connect", connect)
+def test_reset_needs_no_store(open_engine, monkeypatch):
     engine = open_engine()
-    is_up.append(True)
+    store(engine, KEYS[:4])
+    monkeypatch.setattr(DictStoreTier, "connect", lambda self: 1 / 0)
     reset_all([engine], 8)
-    # It has joined the announced epoch before, whose blocks it deletes.
-    assert (connected[:1], list(values)) == ([engine], [engine.epoch_name])
+    assert found(engine, KEYS[:4]) == 0
 
 
 def test_lost_epoch_is_announced_again(open_engine, values):
-    engine = open_engine(maintain_interval_s=0.01)
+    engine, other = open_engine(), open_engine(maintain_interval_s=0.01)
+    store(engine, KEYS[:3])
+    reset_all([other], None)
     before = values.pop(engine.epoch_name)
     until(lambda: engine.epoch_name in values)
-    assert values[engine.epoch_name] != before
-    store(engine, KEYS[:2])
-    assert found(open_engine(), KEYS[:2]) == 0
-    assert found(engine, KEYS[:2]) == 2
+    assert values[engine.epoch_name] == before
+    assert found(open_engine(), KEYS[:3]) == found(engine, KEYS[:3]) == 3
 
 
 def test_epoch_of_faster_engine_stays(open_engine, values, monkeypatch):

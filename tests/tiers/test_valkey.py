@@ -254,29 +254,25 @@ def epoch_of(tier):
     return tier.store_name(b"").split(b":")[2]
 
 
-def test_resets_after_memory_loss_differ(server, opened):
+def test_restarted_server_gets_epoch_back(server, opened):
     first, second = (open_tier(opened, server.url) for _ in range(2))
-    own = {epoch_of(first)}
-    # Engines that start on an empty server share an epoch.
-    assert (own, len(epoch_of(first))) == ({epoch_of(second)}, 16)
+    started = epoch_of(first)
+    assert (started, len(started)) == (epoch_of(second), 16)
     first.reset()
     wait_for_reset(first)
     server.kill()
     server.start()
-    # The second one stores with the old weights, and is reset only then.
     store_until_done(second, KEYS[:4])
     assert load(first, KEYS[:4]).done == []
-    second.maintain()
-    own |= {epoch_of(first), epoch_of(second)}
-    # An engine that starts now joins none of these epochs, which are older than the server's loss.
+    # Also the engine that was reset knows what the others have.
+    first.maintain()
     third = open_tier(opened, server.url)
-    assert epoch_of(third) not in own
-    assert found(third, KEYS[:4]) == 0
-    for tier in (second, first):
+    assert found(third, KEYS[:4]) == 4
+    for tier in (second, third):
         tier.reset()
         wait_for_reset(tier)
-    assert len({epoch_of(tier) for tier in (first, second, third)} | own) == 5
-    assert epoch_of(open_tier(opened, server.url)) == epoch_of(first)
+    assert len({started, *map(epoch_of, opened)}) == 4
+    assert epoch_of(open_tier(opened, server.url)) == started
 
 
 @pytest.mark.parametrize("salt", ["", "0123456789abcdef"])
@@ -415,8 +411,11 @@ def test_cluster_uses_all_its_servers(cluster, opened):
     assert sorted(load(second, KEYS).done) == KEYS
     second.reset()
     wait_for_reset(second)
-    assert (found(second, KEYS), sum(sizes_of(cluster))) == (0, 1)
+    assert (found(second, KEYS), sum(sizes_of(cluster))) == (0, len(KEYS) + 1)
     assert sorted(store(second, KEYS, job_id=3).done) == KEYS
+    second.reset()
+    wait_for_reset(second)
+    assert (found(first, KEYS), sum(sizes_of(cluster))) == (len(KEYS), len(KEYS) + 1), "its private blocks are gone"
 
 
 def hand_over(cluster, clients):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 import struct
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,11 @@ except ImportError as error:
     raise ImportError("tiers below host memory need the package xxhash: install kvcache's extra 'disk'") from error
 
 if TYPE_CHECKING:
+    from kvcache.epoch import Epoch
+
     Buffer = bytes | bytearray | memoryview
 
 SEAL_BYTES = 16
-_EPOCH_BYTES = 8
 _PREFIX = struct.Struct("<IQ")
 
 
@@ -62,16 +62,9 @@ class Namespace:
                 ) from error
             self._blake3 = blake3
 
-    def epoch_of(self, version: str | int | None) -> str:
-        """Return the epoch of a version, 16 hexadecimal digits; None: a random one, which no other draw returns.
-
-        5 and "5" are one version.
-        """
-        if version is None:
-            return secrets.token_hex(_EPOCH_BYTES)
-        return hashlib.blake2b(
-            str(version).encode(), key=self._key, digest_size=_EPOCH_BYTES, person=b"epoch"
-        ).hexdigest()
+    def epoch_of(self, epoch: Epoch) -> str:
+        """Return the part of names that stands for an epoch, 16 hexadecimal digits."""
+        return epoch.digest(self._key).hex()
 
     def seal(self, name: bytes, payload: Buffer) -> bytes:
         """Return the seal of the block that is stored as `name`, `SEAL_BYTES` bytes."""

@@ -185,8 +185,9 @@ class Tier(Configurable, ABC):
         The tier serves nothing until that is done. If the process is killed after this call has returned, no old block
         may come back. Slower work goes on after the call and is the `unavailable_reason`.
 
-        Engines that reset the tier of a shared store to one `version` share blocks from then on. Without a version, an
-        engine shares only with those that start later. A tier whose `reset` has no parameter is called without one.
+        `version` names the weights that later blocks are computed with. Without one, these blocks belong to this
+        process alone: no other engine finds them, and no later start. See `kvcache.epoch`. A tier whose `reset` has no
+        parameter is called without one.
         """
 
     @abstractmethod

@@ -356,12 +356,15 @@ class TierDirectory:
             return self.resize(header, afresh=True)
         if header is not None:
             stored.check_same(header, self.path)
-        is_void = self._void_salt() == stored.salt
+        expected = stored if header is None else header
+        is_void = self._void_salt() == stored.salt or not stored.has_weights_of(expected)
+        if is_void and self._read_only:
+            return stored.after_reset(expected.fingerprint)
         if self._read_only:
-            return stored.after_reset() if is_void else stored
-        target = replace(stored, resizing=False, num_slots=stored.num_slots if header is None else header.num_slots)
+            return stored
+        target = replace(stored, resizing=False, num_slots=expected.num_slots)
         if is_void:
-            target = target.after_reset()
+            target = target.after_reset(expected.fingerprint)
         is_cut = not stored.resizing and self._drop_cut_records(stored, may_mend=header is not None)
         if stored.resizing or is_cut or target.num_slots != stored.num_slots:
             return self.resize(target)

@@ -4,6 +4,9 @@ The capacity fixes the size of each file, so the directory is bounded from its f
 blocks that were stored between two resets. Its seed, a digest of format, block size, fingerprint and a random salt,
 goes into each record's seal and each block's checksum, so bytes of another model, another directory or an earlier
 generation do not verify.
+
+The field ``weights`` of the fingerprint is that of the blocks, not of the configuration: a reset replaces it. A
+directory whose weights were named or are private is opened for other weights with another generation.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcache.epoch import Epoch, EpochKind, without_weights
 from kvcache.options import check_int
 
 FORMAT = "kvcache disk tier"
@@ -102,9 +106,17 @@ class Header:
         return text if len(text) <= MAX_HEADER_BYTES else json.dumps(values, sort_keys=True)
 
     def check_same(self, expected: Header, path: Path) -> None:
-        """Raise a TierDirectoryError unless this header of `path` has the blocks of the header `expected`."""
-        for name in ("block_bytes", "fingerprint"):
-            stored, value = getattr(self, name), getattr(expected, name)
+        """Raise a TierDirectoryError unless this header of `path` has the blocks of the header `expected`.
+
+        Weights may differ if they were named or are private: see `has_weights_of`.
+        """
+        kinds = {Epoch.of(header.fingerprint).kind for header in (self, expected)}
+        compare = dict if kinds == {EpochKind.FINGERPRINT} else without_weights
+        pairs = {
+            "block_bytes": (self.block_bytes, expected.block_bytes),
+            "fingerprint": (compare(self.fingerprint), compare(expected.fingerprint)),
+        }
+        for name, (stored, value) in pairs.items():
             # As JSON: to Python, 1 and true are equal.
             if json.dumps(stored, sort_keys=True) != json.dumps(value, sort_keys=True):
                 raise TierDirectoryError(
@@ -112,14 +124,18 @@ class Header:
                     f"choose another directory, or delete this one"
                 )
 
+    def has_weights_of(self, other: Header) -> bool:
+        """Return whether the blocks were computed with the weights of the header `other`."""
+        return Epoch.of(self.fingerprint) == Epoch.of(other.fingerprint)
+
     @classmethod
     def fresh(cls, block_bytes: int, num_slots: int, fingerprint: dict[str, Any]) -> Header:
         """Return the header of a directory that holds nothing yet."""
         return cls(block_bytes, num_slots, 1, _new_salt(), fingerprint)
 
-    def after_reset(self) -> Header:
-        """Return the header under which nothing counts that counts now."""
-        return replace(self, epoch=self.epoch % _MAX_EPOCH + 1, salt=_new_salt())
+    def after_reset(self, fingerprint: dict[str, Any]) -> Header:
+        """Return the header under which nothing counts that counts now; `fingerprint` may have other weights."""
+        return replace(self, epoch=self.epoch % _MAX_EPOCH + 1, salt=_new_salt(), fingerprint=fingerprint)
 
     def file_bytes(self) -> dict[str, int]:
         """Return the length that each file of slots must have."""

@@ -4,7 +4,8 @@
 blocks of an opened directory to the index, and makes everything durable once per interval.
 
 A reset first writes a mark of a few bytes, which counts if the process is killed, then durably a header of another
-generation. A run carries the generation in which it began, so records that an older run still writes are not valid.
+generation and of the weights of the reset (`kvcache.epoch`); stores begin after that. A run carries the generation in
+which it began, so records that an older run still writes are not valid.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvcache.background import Background
+from kvcache.epoch import Epoch
 from kvcache.options import (
     Component,
     Options,
@@ -260,11 +262,11 @@ class DiskTier(JobTier):
         return None
 
     def clear(self, generation: int) -> None:
-        """Begin another generation, durably; a directory that is only read stays as it is."""
+        """Begin another generation, durably, of the weights of the reset; a directory that is only read stays as is."""
         store = self._opened()
         header = store.directory.header
         if not self._is_read_only:
-            header = header.after_reset()
+            header = header.after_reset(Epoch.after_reset(self.version).of_fingerprint(header.fingerprint))
             with self._warning_of("reset"):
                 store.directory.write_header(header)
         self._current = (generation, header.generation)

@@ -1,0 +1,88 @@
+"""Epoch: the weights that blocks were computed with, as every tier and pool below an engine keeps them apart.
+
+A fingerprint is read once, at an engine's start, and a running engine may replace its weights. So the weights are no
+fixed part of a name or of a directory: they are its epoch, which a reset renews. An epoch is of one of three kinds:
+
+=========== ===================================================== =========================================
+kind        the weights are                                       its blocks are found by
+=========== ===================================================== =========================================
+FINGERPRINT those of the engine's start, by the field ``weights`` engines of the same fingerprint
+VERSION     named by `weights_version` or by a reset              engines that use the same name
+PRIVATE     unknown: a reset did not name them                    the process that was reset, until it ends
+=========== ===================================================== =========================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Self
+
+WEIGHTS = "weights"
+"""The field of a fingerprint that describes the weights."""
+_MAX_NAME = 64
+
+
+class EpochKind(Enum):
+    """The kind of an epoch; its value begins the field ``weights`` of a fingerprint."""
+
+    FINGERPRINT = ""
+    VERSION = "version:"
+    PRIVATE = "private:"
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """The weights of some blocks; `name` is unique within `kind`. `weights` describes it in a fingerprint, or None."""
+
+    kind: EpochKind
+    name: str
+
+    @classmethod
+    def of_version(cls, version: str | int) -> Self:
+        """Return the epoch of named weights; 5 and "5" are one version. ValueError: it is no version."""
+        text = str(check_version(version))
+        # It stands in a tier's directory, whose header is bounded.
+        return cls(EpochKind.VERSION, text if len(text) <= _MAX_NAME else hashlib.sha256(text.encode()).hexdigest())
+
+    @classmethod
+    def after_reset(cls, version: str | int | None) -> Self:
+        """Return the epoch that a reset begins: of a version, or private, which no other reset returns."""
+        return cls(EpochKind.PRIVATE, secrets.token_hex(8)) if version is None else cls.of_version(version)
+
+    @classmethod
+    def of(cls, fingerprint: Mapping[str, Any]) -> Self:
+        """Return the epoch that a fingerprint describes."""
+        weights = fingerprint.get(WEIGHTS)
+        for kind in (EpochKind.VERSION, EpochKind.PRIVATE):
+            if isinstance(weights, str) and weights.startswith(kind.value):
+                return cls(kind, weights.removeprefix(kind.value))
+        return cls(EpochKind.FINGERPRINT, "" if weights is None else str(weights))
+
+    @property
+    def weights(self) -> str:
+        """The field ``weights`` of a fingerprint."""
+        return self.kind.value + self.name
+
+    def of_fingerprint(self, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a fingerprint of these weights."""
+        return {**fingerprint, WEIGHTS: self.weights}
+
+    def digest(self, key: bytes = b"") -> bytes:
+        """Return 8 bytes that stand for this epoch."""
+        return hashlib.blake2b(self.weights.encode(), key=key, digest_size=8, person=b"epoch").digest()
+
+
+def check_version(version: object) -> str | int:
+    """Return a version; ValueError unless it is a number or a text that is not empty."""
+    if isinstance(version, bool) or not isinstance(version, str | int) or version == "":
+        raise ValueError(f"version must be a str or an int, got {version!r}")
+    return version
+
+
+def without_weights(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a fingerprint holds beside the weights."""
+    return {name: value for name, value in fingerprint.items() if name != WEIGHTS}
