@@ -47,6 +47,7 @@ from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiering.rates import check_prefill_rate
 from kvcache.tiering.store import KeyedStore
 from kvcache.tiers.base.tier import Tier
+from kvcache.transfer.free_memory import check_memory
 from kvcache.version import __version__
 
 if TYPE_CHECKING:
@@ -334,9 +335,12 @@ def open_store(
     if getattr(options, "page_cache", True) is None:
         # The backends of these engines read through the page cache, too. It needs no staging row and no I/O thread.
         settings = replace(settings, options=replace(options, page_cache=True))
-    return KeyedStore(
-        lambda rows: open_tiers((settings,), rows, identity)[0], block_bytes, labels=labels, on_change=on_change
-    )
+
+    def open_tier(rows: HostBlocks) -> tuple[Tier, TierConfig]:
+        check_memory(rows.nbytes)
+        return open_tiers((settings,), rows, identity)[0]
+
+    return KeyedStore(open_tier, block_bytes, labels=labels, on_change=on_change)
 
 
 class _PoolOwner(TieredOffloadingManager):

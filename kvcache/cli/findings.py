@@ -12,7 +12,7 @@ import resource
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from kvcache.options import Component, OptionError, choice_of, format_size, name
 from kvcache.recorder.files import refusal_of
 from kvcache.registry import EXPORTERS, TIERS
 from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.store import STAGING_BYTES
+from kvcache.transfer.free_memory import check_memory
 from kvcache.transfer.shared_file import leftover_files, private_folder
 
 _WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
@@ -199,6 +201,7 @@ def _check_l2(adapter: Mapping[str, Any]) -> list[Finding]:
     for size in sizes:
         findings += _check_tier(f"objects of {size} bytes", settings.tier_of(size, num_slots), size)
     used_bytes = sum(path.lstat().st_blocks * 512 for path in settings.path.rglob("*"))
+    findings.append(_fits(STAGING_BYTES * max(1, len(sizes)), ()))
     return [*findings, _room("KVCacheL2", settings.path, max(0, settings.options.capacity - used_bytes))]
 
 
@@ -212,6 +215,7 @@ def _check_storage(config: Mapping[str, Any]) -> list[Finding]:
     except ValueError as error:
         return _faults(error)
     findings = [*map(_check_exporter, options.exporters), *_check_tier(options.kind, tier.of_rank("0"), 0)]
+    findings.append(_fits(STAGING_BYTES * max(1, len(options.shares or ())), [tier]))
     if not config.get("interface_v1"):
         text = "without interface_v1 SGLang copies each page once more"
         findings.append(Finding("warning", "options", text))
@@ -259,19 +263,22 @@ def _check_node(name: str | bool, num_bytes: int) -> tuple[int, Finding]:
     return used_bytes, Finding("ok", "node pool", text)
 
 
-def _check_memory(pool_bytes: int, settings: OffloadSettings, node_pool: str | bool | None) -> Iterator[Finding]:
-    from kvcache.transfer.free_memory import check_memory
+def _fits(num_bytes: int, tiers: Iterable[TierSettings]) -> Finding:
+    """Check whether memory has room for so many bytes, and for the tiers in memory."""
+    num_bytes += sum(tier.options.capacity for tier in tiers if TIERS.path_of(tier.cls) == "memory")
+    try:
+        check_memory(num_bytes)
+    except ValueError as error:
+        return Finding("error", "memory", str(error))
+    return Finding("ok", "memory", f"{format_size(num_bytes)} fit into this machine's free memory")
 
+
+def _check_memory(pool_bytes: int, settings: OffloadSettings, node_pool: str | bool | None) -> Iterator[Finding]:
     if node_pool:
         used_bytes, finding = _check_node(node_pool, settings.cpu_bytes_to_use or 0)
         yield finding
         pool_bytes = max(0, pool_bytes - used_bytes)
-    try:
-        check_memory(pool_bytes)
-    except ValueError as error:
-        yield Finding("error", "memory", str(error))
-    else:
-        yield Finding("ok", "memory", f"{format_size(pool_bytes)} fit into this machine's free memory")
+    yield _fits(pool_bytes, settings.tiers)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and limit < pool_bytes:
         text = f"the limit is {format_size(limit)} (ulimit -l): pinning {format_size(pool_bytes)} may be refused"

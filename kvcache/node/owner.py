@@ -31,7 +31,6 @@ from kvcache.node.leases import EngineLeases, NodeLeases
 from kvcache.node.ledger import MAX_ENGINES, MAX_PROCESSES, Ledger, Process, read_ledger
 from kvcache.node.protocol import Frame, FrameReader, differences, pack, unpack_hello
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.transfer.free_memory import check_memory
 from kvcache.transfer.shared_file import SharedBlocks, remove_unmapped
 
 _LOG = logging.getLogger(__name__)
@@ -78,7 +77,6 @@ class NodePool:
                 _LOG.warning("the pool in %s starts empty: its ledger is %s", folder, reason)
             self.processes = []
             self.unlink()
-            check_memory(num_blocks * block_bytes)
         self.shared = SharedBlocks(pool_path, num_blocks, block_bytes, is_owner=False)
         self.inode = pool_path.stat().st_ino
         with ExitStack() as stack:

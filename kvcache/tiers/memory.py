@@ -11,6 +11,7 @@ import numpy as np
 from kvcache.options import Component, Options, check_int, option, parse_policy, parse_size, parse_threads
 from kvcache.tiers.base.codec import Codec, make_codec, parse_codec, stored_form
 from kvcache.tiers.base.job_tier import JobTier, TierBatch
+from kvcache.transfer.free_memory import check_memory
 
 if TYPE_CHECKING:
     from kvcache.tiers.base.tier import HostBlocks
@@ -57,10 +58,8 @@ class MemoryTier(JobTier):
         num_threads: int = 2,
     ) -> None:
         block_bytes, _ = stored_form(codec, host_blocks, None)
-        try:
-            self._blocks = np.empty((check_int("num_blocks", num_blocks), block_bytes), np.uint8)
-        except MemoryError as error:
-            raise ValueError(f"a memory tier of {num_blocks} blocks does not fit: {error}") from error
+        check_memory(check_int("num_blocks", num_blocks) * block_bytes)
+        self._blocks = np.empty((num_blocks, block_bytes), np.uint8)
         super().__init__(
             host_blocks,
             "MEMORY",

@@ -5,19 +5,23 @@ A pool that does not fit is a clear error at the start. Without it, the kernel w
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 
-def memory_left() -> tuple[int, str] | None:
-    """Return the bytes that this process may still allocate, and the name of the limit; None if both are unknown."""
-    limits = [limit for limit in (_machine_memory(Path("/")), _cgroup_memory(Path("/"))) if limit is not None]
-    return min(((max(num_bytes, 0), source) for num_bytes, source in limits), default=None)
+def memory_left(folder: Path | None = None) -> tuple[int, str] | None:
+    """Return the bytes that this process may still allocate, and the name of the limit; None if all are unknown.
+
+    `folder` is that of the file of memory that processes share.
+    """
+    limits = [_machine_memory(Path("/")), _cgroup_memory(Path("/")), folder and _shared_memory(folder)]
+    return min(((max(limit[0], 0), limit[1]) for limit in limits if limit is not None), default=None)
 
 
-def check_memory(num_bytes: int) -> None:
-    """Raise ValueError with the memory left and the name of the limit if `num_bytes` do not fit."""
-    limit = memory_left()
+def check_memory(num_bytes: int, folder: Path | None = None) -> None:
+    """Raise ValueError with the memory left and the name of the limit if `num_bytes` do not fit; see `memory_left`."""
+    limit = memory_left(folder)
     if limit is not None and num_bytes > limit[0]:
         remaining, source = limit
         raise ValueError(
@@ -29,6 +33,15 @@ def check_memory(num_bytes: int) -> None:
 def _gib(num_bytes: int) -> str:
     tenths = num_bytes * 10 >> 30  # a size may exceed the range of a float
     return f"{tenths // 10}.{tenths % 10}"
+
+
+def _shared_memory(folder: Path) -> tuple[int, str] | None:
+    """Return what the file system of a folder has free; None if it is missing, or has no limit of its own."""
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return None
+    return (disk.f_bavail * disk.f_frsize, f"the file system of {folder}") if disk.f_blocks else None
 
 
 def _machine_memory(root: Path) -> tuple[int, str] | None:

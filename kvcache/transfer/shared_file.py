@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from kvcache.background import after_fork
+from kvcache.transfer.free_memory import check_memory
 
 PREFIX = "kvcache-pool-"
 """Prefix of the names of files that may be removed when no process locks them."""
@@ -93,6 +94,8 @@ class SharedBlocks:
         self._owner_fd = -1
         _check_folder(path.parent)
         _remove_orphans(path)
+        if not path.exists():
+            check_memory(num_bytes, path.parent)
         self._fd = _open_and_hold(path)
         try:
             # A second open file: locks belong to open files, and a forked child keeps the mapped one.

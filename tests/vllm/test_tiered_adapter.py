@@ -11,9 +11,10 @@ from test_adapter import check_failed_store_is_announced, keys_of, request, stor
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult
 
-from kvcache.integrations.vllm import KVCacheOffloadingSpec, tiered
+from kvcache.integrations.vllm import KVCacheOffloadingSpec
 from kvcache.integrations.vllm.tiered import SharedPool
 from kvcache.specs import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, CPULoadStoreSpec
+from kvcache.transfer import free_memory, shared_file
 from kvcache.transfer.shared_file import SharedBlocks
 
 BLOCK_SIZE = 16
@@ -101,7 +102,7 @@ def test_ranks_copy_blocks_of_one_pool(make, tmp_path):
 
 def test_pool_of_running_engine_is_refused(tmp_path, monkeypatch):
     config, asked = engine_spec_config({}, tp=2), []
-    monkeypatch.setattr(tiered, "check_memory", asked.append)
+    monkeypatch.setattr(shared_file, "check_memory", lambda num_bytes, folder: asked.append(num_bytes))
     worker = SharedPool(config, str(tmp_path), 4, PAGE, is_owner=False)
     owner = SharedBlocks(worker.path, 4, 2 * PAGE, is_owner=True)
     with pytest.raises(ValueError, match="belongs to a running engine of the same engine_id"):
@@ -201,3 +202,11 @@ def test_events_over_disk_keep_their_tokens(make):
     assert all(len(event.token_ids) == event.block_size == BLOCK_SIZE for event in stored)
     assert {event.kv_cache_spec_kind for event in stored} == {"full_attention"}
     assert {event.medium for event in found if event not in stored} == {"CPU"}
+
+
+def test_memory_limit_stops_engines_worker(monkeypatch):
+    """Without it, the process that fills vLLM's region would be killed."""
+    monkeypatch.setattr(free_memory, "_cgroup_memory", lambda _: (2 * PAGE, "memory.max"))
+    spec = KVCacheOffloadingSpec(engine_spec_config({"cpu_bytes_to_use": 3 * PAGE, "data_plane": "vllm"}))
+    with pytest.raises(ValueError, match="a pool of 12288 bytes .* 8192 bytes .* are left by memory.max"):
+        spec.create_worker(None)

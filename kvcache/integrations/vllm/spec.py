@@ -6,6 +6,7 @@ import inspect
 import socket
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -35,6 +36,7 @@ from kvcache.integrations.vllm.tiered import TieredKVCacheOffloadingManager, rec
 from kvcache.integrations.vllm.what_if_log import log_what_if
 from kvcache.options import check_windows
 from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.transfer.free_memory import check_memory
 
 # vLLM's log configuration covers loggers below its own name only.
 logger = init_logger(f"vllm.{__name__}")
@@ -118,6 +120,12 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
 
             with joined_region(self, self._block_tokens(), self._engine_config):
                 return kind.create_worker(self, kv_caches)
+        is_shared = self._uses_shared_region()
+        folder = Path("/dev/shm") if is_shared else None
+        # The first rank makes the memory of all.
+        if folder is None or not (folder / f"vllm_offload_{self.config.engine_id}.mmap").exists():
+            num_bytes = self.num_blocks * self.block_bytes
+            check_memory(num_bytes // (1 if is_shared else self.config.parallel.world_size), folder)
         if self._is_mapped_by_scheduler():
             kind = TieringOffloadingSpec
             # The connector keeps this spec as long as the worker.

@@ -32,7 +32,6 @@ from kvcache.integrations.vllm.releases import Release
 from kvcache.options import format_size
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.transfer.free_memory import check_memory
 from kvcache.transfer.shared_file import PREFIX, FileRecord, SharedBlocks, leftover_files, private_folder
 
 # vLLM's log configuration covers loggers below its own name only.
@@ -49,8 +48,6 @@ class SharedPool(SharedBlocks):
         parallel = config.parallel
         name = f"{PREFIX}{config.engine_id}-{parallel.data_parallel_index}".replace("/", "-")
         path = private_folder(Path(folder)) / name
-        if not path.exists():
-            check_memory(num_blocks * rank_bytes * parallel.world_size)
         super().__init__(path, num_blocks, rank_bytes * parallel.world_size, is_owner)
         if is_owner:
             self.unlink()
