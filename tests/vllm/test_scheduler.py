@@ -129,6 +129,16 @@ def test_loaded_tokens_are_no_prefill(make_engine):
     assert engine.manager._watch._end_of == {}
 
 
+def test_prompts_of_one_step_give_its_speed(make_engine):
+    tier = {"type": "memory", "capacity": "64MiB", "arbiter": True}
+    engine = make_engine(400, 200, step_tokens=2048, step_s=1.6, cpu_bytes_to_use=200 * 4096, tiers=[tier])
+    for number in range(6):
+        engine.add(str(number), [*tokens(number, 100), 2])
+        engine.drain()
+        CLOCK.now_s += 100  # no request runs
+    assert engine.manager._tiered.arbiter.prefill.compute_s(0, 1600) == pytest.approx(1.6)
+
+
 class PacedTier(MemoryTier):
     """Host memory whose loads take 0.1 s of the simulated clock a block; a step computes 16 blocks in that time."""
 

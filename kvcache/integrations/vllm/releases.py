@@ -21,12 +21,14 @@ class Release:
 
     # An event can release the notes of a failed store without announcing a removal (``metadata_only``).
     metadata_only: bool
+    # ``on_schedule_end`` is the last call of a step; else it precedes the step's ``prepare_store``.
+    ends_step_last: bool
 
 
 # Each passed tests/vllm on the CPU. 0.33 had no CPU build: its Python code ran over the compiled operations of 0.32.
 RELEASES = {
-    (0, 32): Release(metadata_only=False),
-    (0, 33): Release(metadata_only=True),
+    (0, 32): Release(metadata_only=False, ends_step_last=False),
+    (0, 33): Release(metadata_only=True, ends_step_last=True),
 }
 TRIED = ", ".join(f"{major}.{minor}" for major, minor in RELEASES)
 

@@ -113,7 +113,9 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         if manager.arbiter is not None:
             # The method is looked up each time, because a recorder may wrap it later.
             self._watch = PrefillWatch(
-                manager.block_size, lambda parts, seconds: manager.report_prefills(parts, seconds)
+                manager.block_size,
+                lambda parts, seconds: manager.report_prefills(parts, seconds),
+                release.ends_step_last,
             )
         self._are_disks = all(stats.tier.medium == "DISK" for stats in manager.tier_stats())
 
@@ -151,6 +153,12 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         super().on_schedule_end(context)
         if self._watch is not None:
             self._watch.on_step(self._clock())
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        # vLLM calls this once for each step that was computed, whether it publishes events or not.
+        if self._watch is not None:
+            self._watch.on_output()
+        return super().take_events()
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         if key not in req_context.get_state(EngineRequest).promoted:
