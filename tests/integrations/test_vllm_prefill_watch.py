@@ -55,7 +55,7 @@ def test_prompt_steps_are_reported_together(offers_first, expects_first):
 
 
 @orders
-def test_prompts_of_one_step_give_its_speed(offers_first, expects_first):
+def test_one_step_prompts_give_its_speed(offers_first, expects_first):
     engine = Steps(offers_first, expects_first)
     for number in range(5):
         engine.watch.on_lookup(number, 16)

@@ -129,7 +129,7 @@ def test_loaded_tokens_are_no_prefill(make_engine):
     assert engine.manager._watch._end_of == {}
 
 
-def test_prompts_of_one_step_give_its_speed(make_engine):
+def test_one_step_prompts_give_its_speed(make_engine):
     tier = {"type": "memory", "capacity": "64MiB", "arbiter": True}
     engine = make_engine(400, 200, step_tokens=2048, step_s=1.6, cpu_bytes_to_use=200 * 4096, tiers=[tier])
     for number in range(6):
