@@ -14,7 +14,7 @@ from kvcache.lab.simulate.simulated_tier import SimulatedTieredManager
 from kvcache.lab.traces.keys import KeyMaker
 from kvcache.lab.traces.trace import Trace
 
-POLICIES = ("lru", "amq", "gittins")
+POLICIES = ("lru", "gittins")
 # Blocks of host memory and of the disk.
 AGENTS = [(memory, disk) for disk in (8192, 16384) for memory in (1024, 2048, 3072)]
 CHATS = [(memory, disk) for disk in (16384, 32768) for memory in (1024, 3072, 10240)]

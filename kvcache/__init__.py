@@ -32,18 +32,16 @@ if TYPE_CHECKING:
     from kvcache.block import BlockStateError, BlockStatus
     from kvcache.control.backend import Backend, CPUBackend
     from kvcache.control.cpu import BackendOffloadingManager, CPUOffloadingManager
+    from kvcache.control.curve import WhatIf
     from kvcache.control.manager import OffloadingManager
-    from kvcache.control.observers.what_if import WhatIf
     from kvcache.events import OffloadingEvent
     from kvcache.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
     from kvcache.metrics import ManagerStats
     from kvcache.policies import (
-        AMQCachePolicy,
         ARCCachePolicy,
         CachePolicy,
         GittinsCachePolicy,
         LRUCachePolicy,
-        MQCachePolicy,
         RequestUses,
     )
     from kvcache.recorder.recorder import Recorder, RecorderStats

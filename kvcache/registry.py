@@ -169,8 +169,6 @@ POLICIES = Registry(
     {
         "lru": "kvcache.policies.lru:LRUCachePolicy",
         "arc": "kvcache.policies.arc:ARCCachePolicy",
-        "mq": "kvcache.policies.mq:MQCachePolicy",
-        "amq": "kvcache.policies.mq:AMQCachePolicy",
         "gittins": "kvcache.policies.gittins:GittinsCachePolicy",
     },
     "kvcache.policies.base:CachePolicy",

@@ -143,7 +143,7 @@ def pytest_runtest_call(item: pytest.Item) -> object:
 # `make test` sets it to five times the 2 s of CONTRIBUTING.md: a loaded machine must fail no test.
 MAX_CPU_S = float(os.environ.get("KVCACHE_MAX_TEST_CPU_S", "inf"))
 PROCESS_NAMES = {"subprocess", "multiprocessing", "ProcessPoolExecutor", "Popen", "fork"}
-OTHER_POLICIES = {"arc", "mq", "amq"}
+OTHER_POLICIES = {"arc"}
 
 
 def _cpu_s() -> float:
@@ -152,7 +152,7 @@ def _cpu_s() -> float:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start processes `slow`, and tests of four of the six policies `other_policy`."""
+    """Mark tests that start processes `slow`, and tests of `arc` `other_policy`."""
     known: dict[CodeType, bool] = {}
     for item in items:
         if not isinstance(item, pytest.Function):

@@ -12,7 +12,7 @@ from kvcache import ARCCachePolicy, CPUOffloadingManager, LRUCachePolicy
 from kvcache.registry import CODECS, EXPORTERS, POLICIES, SPECS, TIERS, Registry
 from kvcache.testing.reference import ReferenceLRU
 
-BUILT_IN = ["lru", "arc", "mq", "amq", "gittins"]
+BUILT_IN = ["lru", "arc", "gittins"]
 
 
 def test_built_in_names_are_documented() -> None:
@@ -39,7 +39,7 @@ def test_policy_resolves_by_class_or_path() -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("lrru", r"unknown policy 'lrru', known ones: lru, arc, mq, amq, gittins.*did you mean 'lru'"),
+        ("lrru", r"unknown policy 'lrru', known ones: lru, arc, gittins.*did you mean 'lru'"),
         ("", "unknown policy ''"),
         ("no_such_package.module:Policy", "cannot be imported"),
         ("kvcache.policies.lru:NoSuchPolicy", "cannot be imported"),

@@ -193,7 +193,7 @@ class OffloadSettings(Options):
         count_from(0), 0, when="most prompts are used once: 2 stores a block only when it is offered a second time"
     )
     what_if: bool | int = option(
-        parse_flag_or_count, False, when="you want to know the hits of other capacities and policies on live traffic"
+        parse_flag_or_count, False, when="you want to know the hits of other capacities on live traffic"
     )
     enable_events: bool = option(parse_flag, False, when="your engine calls `take_events`")
     exporters: tuple[Component, ...] = option(

@@ -96,7 +96,7 @@ def read_socket(path: Path) -> Frame:
 
 @dataclass(slots=True)
 class WhatIf:
-    """The estimated hit ratios of other policies and capacities: by policy, one ratio for each capacity."""
+    """The estimated hit ratios of other capacities: by policy (lru), one ratio for each capacity."""
 
     policy: str
     num_blocks: int

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from kvcache.control.backend import Backend
+from kvcache.control.curve import WhatIf, estimate, sampler_for
 from kvcache.control.manager import OffloadingManager
-from kvcache.control.observers.what_if import WhatIf, estimate, sampler_for
 from kvcache.control.pool import BlockPool
 from kvcache.options import check_int
 from kvcache.specs import CPULoadStoreSpec
@@ -30,27 +30,24 @@ class PoolManager(BlockPool, OffloadingManager):
     def reset_cache(self, version: str | int | None = None) -> None:
         self.reset()
 
-    def what_if(self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None) -> WhatIf:
-        """Estimate the hits of other policies and capacities on the finished requests.
+    def what_if(self, capacities: Iterable[int] | None = None) -> WhatIf:
+        """Estimate lru's hits at other capacities on the finished requests.
 
         Parameters
         ----------
-        policies : str or iterable of str, optional
-            Names of policies. Default: all registered policies that are compiled and do not read a clock.
         capacities : iterable of int, optional
             Blocks, ascending. Default: 1/4, 1/2, 1, 2, 4 and 8 times the manager's own capacity.
 
         Raises
         ------
         ValueError
-            The manager was created without `what_if`, a policy is unknown, or the capacities do not ascend from 1.
+            The manager was created without `what_if`, or the capacities do not ascend from 1.
 
         Notes
         -----
-        Takes milliseconds for lru alone, and seconds for all policies. Call it outside the scheduler's thread. It works
-        on a copy.
+        Takes milliseconds. Call it outside the scheduler's thread. It works on a copy.
         """
-        return estimate(self.observer, self.num_blocks, type(self.policy), policies, capacities)
+        return estimate(self.observer, self, capacities)
 
 
 class BackendOffloadingManager(PoolManager):

@@ -43,8 +43,6 @@ cdef class ReplacementPolicy:
 
     # Optional hooks. The default does what the comment says, or nothing.
 
-    # A request is about to use its first key. For policies whose clock counts requests.
-    cdef void on_request(self) noexcept nogil
     # Order a request: move each row (0: absent), from last to first, to the most-recent end of its list. Counts no use.
     cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
     # Order new keys behind a request's tail: each row just behind (older than) the row before it, and the first one
@@ -62,7 +60,7 @@ cdef class ReplacementPolicy:
     # Raise BlockStateError if an invariant of the policy's own state is broken.
     cdef int check_policy(self) except -1
 
-    # Hooks of a policy that tracks uses. They replace on_request, on_use and, for stores, on_insert.
+    # Hooks of a policy that tracks uses. They replace on_use and, for stores, on_insert.
 
     # Count one use of each key that `request` has just used for the first time: its last `n` used keys.
     cdef void on_request_use(

@@ -42,9 +42,6 @@ cdef class ReplacementPolicy:
     cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* victims) noexcept nogil:
         return 0
 
-    cdef void on_request(self) noexcept nogil:
-        pass
-
     cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
         for i in range(n - 1, -1, -1):
@@ -110,22 +107,17 @@ cdef class ReplacementPolicy:
             return 0
         self.table.find(keys, 0, n, batch)
         self.reserve_policy(n)
-        if n:
-            self.on_request()
-            self.on_use(batch.rows, batch.hashes, n)
+        self.on_use(batch.rows, batch.hashes, n)
         return 0
 
     cdef Py_ssize_t count_uses(self, RequestKeys request, Batch batch, Py_ssize_t n) noexcept nogil:
         """Count the uses in a resolved batch that the request has not counted yet, and return their number."""
-        cdef bint is_first = request.num_seen == 0
         cdef Py_ssize_t num_used = request.add_uses(batch, n)
         if num_used == 0:
             return 0
         if self.tracks_uses:
             self.on_request_use(request, batch.used_rows, batch.used_hashes, num_used)
         else:
-            if is_first:
-                self.on_request()
             self.on_use(batch.used_rows, batch.used_hashes, num_used)
         return num_used
 

@@ -3,8 +3,6 @@ from typing import Any, Self, final
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core.policy import ReplacementPolicy
-
 @final
 class Sampler:
     def __new__(cls, max_uses: int, max_halvings: int) -> Self: ...
@@ -20,4 +18,3 @@ class Sampler:
     def reset(self) -> None: ...
 
 def run_distances(keys: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
-def pass_requests(policy: ReplacementPolicy, n: int) -> None: ...

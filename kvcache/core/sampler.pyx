@@ -10,7 +10,6 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memmove, memset
 
 from kvcache.core.index cimport hash_of
-from kvcache.core.policy cimport ReplacementPolicy
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport PyList_GET_ITEM
 
@@ -35,7 +34,7 @@ cdef class Sampler:
     Notes
     -----
     Spatially hashed sampling, Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST '15. Unlike SHARDS,
-    the log itself is kept: every use in it was sampled at the same rate, and any policy can be simulated later.
+    the log itself is kept: every use in it was sampled at the same rate.
     """
 
     cdef Py_ssize_t max_uses
@@ -230,11 +229,3 @@ def run_distances(const int64_t[::1] keys, const int64_t[::1] starts):
         PyMem_Free(tree)
         PyMem_Free(last)
     return array
-
-
-def pass_requests(ReplacementPolicy policy not None, Py_ssize_t n):
-    """Advance a policy's clock by `n` requests that used none of its keys."""
-    cdef Py_ssize_t _i
-    with cython.critical_section(policy.table):
-        for _i in range(n):
-            policy.on_request()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from kvcache.control.telemetry import Command
 from kvcache.metrics import HistogramData, Sample
-from kvcache.options import Options, option, parse_text
 
 
 class StatusCommand(Command):
@@ -35,25 +34,15 @@ class SamplesCommand(Command):
         }
 
 
-@dataclass(frozen=True)
-class WhatIfOptions(Options):
-    """The options of a `WhatIfCommand`."""
-
-    policies: str | None = option(parse_text, None, when="only these policies are to be estimated, with commas")
-
-
 class WhatIfCommand(Command):
-    """The estimated hit ratios of other policies and capacities."""
-
-    options = WhatIfOptions
+    """The estimated hit ratios of other capacities."""
 
     def run(self, **options: Any) -> Any:
-        """Return `WhatIf.as_dict` of the manager, for `policies`, a list with commas."""
-        policies = options.get("policies")
+        """Return `WhatIf.as_dict` of the manager."""
         estimate = getattr(self.telemetry.manager, "what_if", None)
         if estimate is None:
             raise ValueError(f"a {type(self.telemetry.manager).__name__} has no what-if")
-        return estimate(None if policies is None else policies.split(",")).as_dict()
+        return estimate().as_dict()
 
 
 def _value(sample: Sample) -> Any:

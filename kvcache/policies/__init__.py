@@ -5,5 +5,3 @@ from kvcache.policies.base import CachePolicy as CachePolicy
 from kvcache.policies.base import RequestUses as RequestUses
 from kvcache.policies.gittins import GittinsCachePolicy as GittinsCachePolicy
 from kvcache.policies.lru import LRUCachePolicy as LRUCachePolicy
-from kvcache.policies.mq import AMQCachePolicy as AMQCachePolicy
-from kvcache.policies.mq import MQCachePolicy as MQCachePolicy

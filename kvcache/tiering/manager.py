@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.block import ABSENT, ASK_AGAIN, PENDING, READY
 from kvcache.control.atomic import Guard, atomic
+from kvcache.control.curve import estimate, sampler_for
 from kvcache.control.manager import Keys, OffloadingManager
-from kvcache.control.observers.what_if import estimate, sampler_for
 from kvcache.control.pool import BlockPool
 from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
@@ -38,7 +38,7 @@ from kvcache.tiering.writing import Writing
 from kvcache.tiers.base.tier import Tier
 
 if TYPE_CHECKING:
-    from kvcache.control.observers.what_if import WhatIf
+    from kvcache.control.curve import WhatIf
     from kvcache.policies.base import CachePolicy
     from kvcache.tiering.controller import TierControllerStats, TierJob
     from kvcache.tiers.base.tier import TierResult
@@ -387,9 +387,9 @@ class TieredOffloadingManager(OffloadingManager):
         """Return the statistics of each tier, in order."""
         return [controller.stats() for controller in self.controllers]
 
-    def what_if(self, policies: str | Iterable[str] | None = None, capacities: Iterable[int] | None = None) -> WhatIf:
-        """Estimate what other policies and capacities would have hit; see `CPUOffloadingManager.what_if`."""
-        return estimate(self.pool.observer, self.num_blocks, type(self.policy), policies, capacities)
+    def what_if(self, capacities: Iterable[int] | None = None) -> WhatIf:
+        """Estimate what other capacities would have hit; see `CPUOffloadingManager.what_if`."""
+        return estimate(self.pool.observer, self.pool, capacities)
 
     @atomic
     def _answer(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:

@@ -179,7 +179,7 @@ def test_managers_own_options_reach_it():
     manager = CPUOffloadingSpec(config_of(extra=extra)).get_manager()
     assert manager.prepare_store([b"a"]).keys_to_store == []
     assert manager.prepare_store([b"a"]).keys_to_store == [b"a"]
-    assert list(manager.what_if("lru").hit_ratios) == ["lru"]
+    assert list(manager.what_if().hit_ratios) == ["lru"]
 
 
 def test_what_crosses_a_process_boundary_pickles():

@@ -23,7 +23,7 @@ from kvcache.lab.simulate.run import ReplayClock
 from kvcache.testing import ReferenceManager
 from kvcache.testing.reference import ReferenceLRU
 
-POLICIES = ["lru", "arc", "mq", "amq"]
+POLICIES = ["lru", "arc"]
 A, B, C, D, E, F, G, H = (bytes([letter]) for letter in b"ABCDEFGH")
 
 

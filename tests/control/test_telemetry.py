@@ -116,9 +116,9 @@ def test_policies_show_fitting_quantities(policy: str) -> None:
         for one in Telemetry(manager).snapshot().samples()
         if one.name == "policy_quantity"
     }
-    blocks = [value for name, value in found.items() if name in ("t1_blocks", "t2_blocks") or name.startswith("queue_")]
+    blocks = [value for name, value in found.items() if name in ("t1_blocks", "t2_blocks")]
     assert not blocks or sum(blocks) == len(output.keys_to_store)
-    assert {"lru": 0, "arc": 5, "mq": 9, "amq": 9, "gittins": 2}.get(policy, len(found)) == len(found)
+    assert {"lru": 0, "arc": 5, "gittins": 2}.get(policy, len(found)) == len(found)
 
 
 def test_failing_gauges_cost_no_snapshot() -> None:

@@ -15,7 +15,7 @@ import pytest
 from kvcache import BlockStateError, BlockStatus, CPUOffloadingManager, ReqContext
 from kvcache.registry import POLICIES
 
-NAMES = ("lru", "arc", "mq", "amq")
+NAMES = ("lru", "arc")
 PLAIN = "reference_policies:ReferenceARC"  # five primitives in plain Python
 NUM_BLOCKS = 24
 NUM_KEYS = 60

@@ -14,7 +14,7 @@ from kvcache.core.policy_adapter import PolicyAdapter
 from kvcache.registry import POLICIES
 
 ABSENT, PENDING, READY = range(3)
-NAMES = ("lru", "arc", "mq", "amq")
+NAMES = ("lru", "arc")
 
 
 def key(i: int) -> bytes:

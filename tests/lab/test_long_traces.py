@@ -43,11 +43,11 @@ def test_checkpoint_returns_its_results(tmp_path):
             checkpoint.add(each)
     # A process that dies while it writes leaves a partial line.
     with path.open("a") as file:
-        file.write('{"policy": "mq", "num_')
+        file.write('{"policy": "arc", "num_')
     with Checkpoint(path, facts) as checkpoint:
         assert list(checkpoint.cells.values()) == cells
         assert list(checkpoint.cells) == [Job("lru", 10), Job("min", None), Job("arc", 10, (4, 5))]
-        checkpoint.add(cell("mq", 10))
+        checkpoint.add(cell("arc", 10))
     with Checkpoint(path, facts) as checkpoint:
         assert len(checkpoint.cells) == 4
 
@@ -91,7 +91,7 @@ def test_finished_cells_are_not_replayed_again(run, chats, tmp_path):
     # Finished cells are read from the file, not computed again.
     lines[1] = lines[1].replace('"rejected_requests": 0', '"rejected_requests": 77')
     path.write_text("\n".join([*lines, ""]))
-    second = json.loads(run(*argv, "--policy", "lru,amq")[1])
+    second = json.loads(run(*argv, "--policy", "lru,arc")[1])
     assert [c["hit_blocks"] for c in second["cells"][:2]] == [c["hit_blocks"] for c in first["cells"]]
     assert 77 in [c["rejected_requests"] for c in second["cells"]]
     assert len(path.read_text().splitlines()) == 1 + 5
@@ -151,7 +151,7 @@ def test_cell_beyond_memory_is_refused(compact):
 
 @pytest.mark.slow
 def test_parallel_cells_fit_into_memory(compact):
-    grid = Grid(["lru", "mq"], [200, 400])
+    grid = Grid(["lru", "arc"], [200, 400])
     room = cell_bytes(Job("lru", 400), len(compact.ids), Plan())
     one_by_one, here = (
         {(c.policy, c.num_blocks): c.hit_blocks for c in run_grid(compact, grid, **options)}
@@ -184,18 +184,18 @@ def test_sample_shows_its_error(run, chats):
 
 
 def test_best_policy_has_its_margin():
-    cells = [cell("lru", 10, 0.2), cell("amq", 10, 0.3), cell("min", 10, 0.9)]
-    cells += [cell("lru", 20, 0.35), cell("amq", 20, 0.4), cell("lru", 40, 0.5), cell("amq", 40, 0.45)]
-    cells += [cell("lru", 80, 0.6), cell("amq", 80, 0.6)]
+    cells = [cell("lru", 10, 0.2), cell("arc", 10, 0.3), cell("min", 10, 0.9)]
+    cells += [cell("lru", 20, 0.35), cell("arc", 20, 0.4), cell("lru", 40, 0.5), cell("arc", 40, 0.45)]
+    cells += [cell("lru", 80, 0.6), cell("arc", 80, 0.6)]
     assert list(best_policies(cells, "{} blocks".format, None)) == [
-        "best at 10 to 20 blocks: amq, by 5.00 to 10.00 points over lru",
-        "best at 40 to 80 blocks: lru, by 0.00 to 5.00 points over amq",
+        "best at 10 to 20 blocks: arc, by 5.00 to 10.00 points over lru",
+        "best at 40 to 80 blocks: lru, by 0.00 to 5.00 points over arc",
     ]
     assert list(best_policies(cells[:1], str, None)) == []
 
 
 def test_best_policies_prefer_shorter_time():
-    cells = [cell("lru", 10, 0.2, ttft_s=3.0), cell("amq", 10, 0.3, ttft_s=4.0)]
+    cells = [cell("lru", 10, 0.2, ttft_s=3.0), cell("arc", 10, 0.3, ttft_s=4.0)]
     assert list(best_policies(cells, "{} MiB".format, lambda _: "")) == [
-        "best at 10 MiB without a tier: lru, mean TTFT 25.00 % below amq, hits 10.00 points lower"
+        "best at 10 MiB without a tier: lru, mean TTFT 25.00 % below arc, hits 10.00 points lower"
     ]

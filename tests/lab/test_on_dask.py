@@ -34,7 +34,7 @@ def counts(cells):
 
 def test_killed_worker_changes_no_integer(cluster):
     workload = ChatWorkload(num_requests=1500)
-    policies, capacities = ["lru", "amq", "mq", "min"], [500, 1000, 2000, 4000]
+    policies, capacities = ["lru", "arc", "gittins", "min"], [500, 1000, 2000, 4000]
     trace = CompactTrace.of(workload, workload.block_size)
     cells = []
     for cell in run_grid(trace, Grid(policies, capacities), dask=cluster.scheduler_address):

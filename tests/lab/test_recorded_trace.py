@@ -9,7 +9,7 @@ from kvcache.lab.traces.keys import KeyMaker
 from kvcache.recorder.recorder import Recorder
 
 
-@pytest.mark.parametrize("policy", ["lru", "amq"])
+@pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_plan_of_recording_reproduces_disk_hits(run, run_json, tmp_path, policy):
     disk = DiskChoice(tmp_path / "kv", 64 << 20)
     with patient_manager(16, policy, disk, plain_host_blocks(400, 4096)) as manager:

@@ -48,7 +48,7 @@ def over_disks(folder, block_size, num_blocks, disks, policy):
     [
         ("mooncake_conversation.jsonl", "lru", 1200, 600, [3000, 9000]),
         ("mooncake_conversation.jsonl", "arc", 600, 300, [2000]),
-        ("agentic_coding.jsonl.gz", "amq", 250, 700, [1500, 4000]),
+        ("agentic_coding.jsonl.gz", "arc", 250, 700, [1500, 4000]),
     ],
 )
 def test_simulation_hits_what_real_tiers_hit(shared, tmp_path, name, policy, num_requests, num_blocks, disks):

@@ -33,7 +33,7 @@ def test_recording_replays_to_the_same_answers(path, policy):
     assert outcome.num_skipped == 0
     assert outcome.num_calls > 5000
     # The replay compares answers: another policy, or a changed answer, gives a difference.
-    other = "lru" if policy != "lru" else "mq"
+    other = "lru" if policy != "lru" else "arc"
     assert replay_recording(Recording(path), other).difference is not None
 
 

@@ -6,10 +6,8 @@ before speed.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any
 
 from reference_gittins import ReferenceGittins
@@ -94,142 +92,8 @@ class ReferenceARC(ReferenceLRU):
         return evicted
 
 
-@dataclass(slots=True)
-class Rank:
-    """Position of a resident block in `ReferenceMQ`."""
-
-    uses: int
-    used_at: int
-    level: int = 0
-    moved_at: int = 0
-
-
-class ReferenceMQ(ReferenceLRU):
-    """Eight recency queues by the logarithm of a block's uses. A block unused for `life` requests moves down one queue.
-
-    Multi-Queue (Zhou, Philbin & Li, USENIX ATC '01), with a history of the uses of evicted keys.
-    """
-
-    num_queues = 8
-    demotions_per_tick = 1024
-
-    def clear(self) -> None:
-        super().clear()
-        self.clock = 0
-        self.life = 500
-        self.history: OrderedDict[bytes, Any] = OrderedDict()  # of evicted keys, oldest first
-        self.ranks: dict[bytes, Rank] = {}
-        self.queues: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(self.num_queues)]
-
-    def insert(self, key: bytes, block: BlockStatus) -> None:
-        super().insert(key, block)
-        self.ranks[key] = Rank(*self.history.pop(key, (0, self.clock)))
-        self._count_use(key)
-
-    def remove(self, key: bytes) -> None:
-        super().remove(key)
-        del self.queues[self.ranks.pop(key).level][key]
-
-    def use(self, keys: list[bytes], first: bool) -> None:
-        if keys and first:
-            self._tick()
-        for key in reversed(keys):
-            if key in self.blocks:
-                self._count_use(key)
-
-    def touch(self, keys: Iterable[bytes]) -> None:
-        self.use(list(keys), first=True)
-
-    def order(self, keys: Iterable[bytes]) -> None:
-        for key in reversed(list(keys)):
-            if key in self.blocks:
-                self.queues[self.ranks[key].level].move_to_end(key)
-
-    def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
-        oldest = eligible(chain(*self.queues), self.blocks, protected)
-        victims = [(key, self.blocks[key]) for key in islice(oldest, n)]
-        if len(victims) < n:
-            return None
-        for key, _ in victims:
-            self.history[key] = (self.ranks[key].uses, self.ranks[key].used_at)  # and the time of the last use
-            self.remove(key)
-        trim(self.history, 4 * self.cache_capacity)
-        return victims
-
-    def _tick(self) -> None:
-        self.clock += 1
-        self._demote()
-
-    def _demote(self) -> None:
-        num_left = self.demotions_per_tick
-        for level in range(self.num_queues - 1, 0, -1):
-            queue = self.queues[level]
-            while queue and num_left:
-                oldest = next(iter(queue))
-                if self.ranks[oldest].moved_at + self.life >= self.clock:
-                    break
-                self._move(oldest, level - 1)
-                num_left -= 1
-
-    def _count_use(self, key: bytes) -> None:
-        rank = self.ranks[key]
-        rank.uses += 1
-        rank.used_at = self.clock
-        self._move(key, min(self.num_queues, rank.uses.bit_length()) - 1)
-
-    def _move(self, key: bytes, level: int) -> None:
-        rank = self.ranks[key]
-        self.queues[rank.level].pop(key, None)
-        self.queues[level][key] = None
-        rank.level = level
-        rank.moved_at = self.clock
-
-
-class ReferenceAMQ(ReferenceMQ):
-    """Multi-Queue that sets `life` to the median of the distances between a key's first two uses."""
-
-    ticks_per_setting = 64
-    fewest_distances = 256
-    most_distances = 65536
-
-    def clear(self) -> None:
-        super().clear()
-        self.distances: Counter[int] = Counter()
-
-    def _count_use(self, key: bytes) -> None:
-        if self.ranks[key].uses == 1:
-            distance = self.clock - self.ranks[key].used_at
-            self.distances[self.bin_of(distance)] += 1
-        super()._count_use(key)
-
-    def _tick(self) -> None:
-        self.clock += 1
-        if self.clock % self.ticks_per_setting == 0:
-            self._set_life()
-        self._demote()
-
-    def _set_life(self) -> None:
-        num_distances = self.distances.total()
-        if num_distances < self.fewest_distances:
-            return
-        median = sorted(self.distances.elements())[(num_distances - 1) // 2]
-        self.life = 2 << (median // 2) if median % 2 else (3 << (median // 2)) >> 1
-        if num_distances >= self.most_distances:
-            self.distances = Counter({i: count >> 1 for i, count in self.distances.items()})
-
-    @staticmethod
-    def bin_of(distance: int) -> int:
-        """Return the histogram's bin of a distance: two bins per octave."""
-        if distance < 2:
-            return 0
-        octave = distance.bit_length() - 1
-        return 2 * octave + (distance >> (octave - 1) & 1)
-
-
 BUILT_IN: dict[str, type[CachePolicy]] = {
     "lru": ReferenceLRU,
     "arc": ReferenceARC,
-    "mq": ReferenceMQ,
-    "amq": ReferenceAMQ,
     "gittins": ReferenceGittins,
 }

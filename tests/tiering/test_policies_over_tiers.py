@@ -90,9 +90,9 @@ def test_tier_never_costs_hits(policy):
 
 
 def test_configuration_names_policies_of_tiers():
-    manager = SimulatedTieredManager(16, 4, [8, 9], "gittins", tier_policy="amq", clock=ReplayClock())
+    manager = SimulatedTieredManager(16, 4, [8, 9], "gittins", tier_policy="arc", clock=ReplayClock())
     tiers = manager.configuration()["tiers"]
-    assert [recorded_tier(i, tier).cache_policy for i, tier in enumerate(tiers)] == ["amq", "amq"]
+    assert [recorded_tier(i, tier).cache_policy for i, tier in enumerate(tiers)] == ["arc", "arc"]
     assert recorded_tier(0, {"medium": "DISK"}).cache_policy == "lru"
 
 

@@ -1,6 +1,6 @@
 """Hits of policies under vLLM's own scheduler, beside the replay's; by hand, it takes minutes.
 
-``python tests/vllm/measure_hits.py TRACE --policy lru,amq --blocks 1000,3000`` serves the trace as token streams
+``python tests/vllm/measure_hits.py TRACE --policy lru,gittins --blocks 1000,3000`` serves the trace as token streams
 through vLLM's scheduler, its connector and our adapter, without a model: at its own times, several requests at once,
 prompts computed in chunks. The device keeps no prefixes, so the loaded blocks are the replay's hits. A listed
 block is 16 tokens here, and a step of 0.1 s computes 16 blocks.

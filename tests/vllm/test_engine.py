@@ -75,7 +75,7 @@ class TestOneEngine:
 
 # All policies, with more requests, in test_scheduler.py.
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["lru", "amq"])
+@pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_tier_smaller_than_the_working_set(boot, models, crowd, storm, expected, policy):
     # The device holds 63 blocks, so that the storm's requests wait for each other, and some are preempted.
     extra_config = {"cpu_bytes_to_use": 50 * BLOCK_BYTES + 1, "cache_policy": policy}

@@ -52,7 +52,7 @@ DataOption = Annotated[
 ]
 GateOption = Annotated[int, typer.Option("--store-threshold", help="Store a block once it has been offered so often.")]
 WhatIfOption = Annotated[
-    bool, typer.Option("--what-if", help="Sample the keys, and estimate what other policies and capacities would hit.")
+    bool, typer.Option("--what-if", help="Sample the keys, and estimate what other capacities would hit.")
 ]
 FileArgument = Annotated[
     Path,

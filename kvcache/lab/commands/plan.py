@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcache.lab.simulate.choices import TierChoice
 
 EXAMPLES = """
-kvcache plan trace.jsonl --policy lru,amq,gittins,min --blocks 1k,10k,100k
+kvcache plan trace.jsonl --policy lru,arc,gittins,min --blocks 1k,10k,100k
 kvcache plan trace.jsonl --model llama-3.1-8b --memory 256GiB,1TiB --save plan.html
 kvcache plan trace.jsonl --model qwen3-8b,fp8 --memory 64GiB \\
     --tier nvme:1TiB,4TiB@6GB/s,write_back --serving engines=8,price=4/0.1

@@ -15,7 +15,7 @@ from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
     from kvcache.assembly.models import Model
-    from kvcache.control.observers.what_if import WhatIf
+    from kvcache.control.curve import WhatIf
     from kvcache.lab.simulate.run import Replay
     from kvcache.lab.simulate.tiered import DiskChoice
     from kvcache.lab.traces.agents import AgentWorkload

@@ -17,8 +17,6 @@ MARKERS = "osD^vPX*"
 POLICY_COLOURS = {
     "lru": "#0072B2",
     "arc": "#E69F00",
-    "mq": "#56B4E9",
-    "amq": "#CC79A7",
     "gittins": "#D55E00",
 }
 """The colour of each policy of kvcache, the same in every picture."""

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcache.control.cpu import CPUOffloadingManager
-from kvcache.core.policy_adapter import PolicyAdapter
-from kvcache.core.sampler import pass_requests
 from kvcache.lab.simulate.groups import GroupReplay, Groups
 from kvcache.lab.simulate.optimum import optimal_hits
 from kvcache.lab.simulate.run import Replay, ReplayClock
@@ -23,7 +21,6 @@ from kvcache.registry import POLICIES
 if TYPE_CHECKING:
     from kvcache.lab.traces.compact import CompactTrace
     from kvcache.lab.traces.requests import Int64Array
-    from kvcache.policies.base import CachePolicy
     from kvcache.tiering.manager import TieredOffloadingManager
 
 OPTIMUM = "min"
@@ -184,16 +181,13 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
     needs_flow = plan.serving is not None and trace.rate == 1
     # Cumulative, per request: hits, blocks stored, and for each tier blocks loaded and stored.
     counts = np.zeros((len(trace) + 1 if needs_flow else 1, 3 + 2 * len(below)), dtype=np.int64)
-    # In a sample, requests without sampled blocks only advance the policy's clock.
+    # In a sample, requests without sampled blocks are passed over.
     steps = trace.filled() if trace.rate < 1 else ((1, request) for request in trace)
-    policies = [manager.policy, *(tier.policy for tier in below)]
     done, number, tally = 0, 0, replay.tally
     for gap, request, keys in make_keys.keyed(steps):
         number += gap
         if number % _PROGRESS_REQUESTS == 0:
             report(done)
-        if gap > 1:
-            _pass(policies, gap - 1)
         replay.step(request, keys)
         done += len(request.hash_ids)
         if needs_flow:
@@ -231,13 +225,6 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
             "decisions": [str(decision) for decision in list(simulated.arbiter.decisions)[-_SHOWN_DECISIONS:]],
         }
     return Cell(job.policy, job.num_blocks, **counted, serving=weighed, arbiter=arbiter)
-
-
-def _pass(policies: Sequence[CachePolicy], num_requests: int) -> None:
-    """Advance clocks that count requests, for requests without blocks."""
-    for policy in policies:
-        if isinstance(policy, PolicyAdapter):
-            pass_requests(policy, num_requests)
 
 
 def _optimum(

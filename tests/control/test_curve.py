@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
-import re
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
-from itertools import count
 from time import process_time
 from typing import Any
 
@@ -26,23 +24,15 @@ from kvcache import (
     ReqContext,
     WhatIf,
 )
-from kvcache.control.observers import what_if as what_if_module
-from kvcache.control.observers.what_if import sampler_for
+from kvcache.control.curve import sampler_for
 from kvcache.core.index import key_hash
-from kvcache.core.policy_adapter import PolicyAdapter
-from kvcache.core.sampler import Sampler, pass_requests
+from kvcache.core.sampler import Sampler
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.keys import KeyMaker
 from kvcache.lab.traces.trace import Trace
-from kvcache.registry import POLICIES
 from kvcache.testing.reference import ReferenceLRU
 
 PLAIN = "kvcache.testing.reference:ReferenceLRU"
-# All that are compiled and read no clock.
-ESTIMATED = [
-    name for name in POLICIES.names() if issubclass(POLICIES.resolve(name), PolicyAdapter) and name != "gittins"
-]
-LEFT_OUT = "gittins is left out: it learns from when requests come, which is not sampled; replay a trace to compare it"
 
 
 def serve(manager: OffloadingManager, requests: Sequence[Sequence[bytes]]) -> int:
@@ -85,14 +75,13 @@ def test_curves_are_close_to_exact_replays(workload: str, request: pytest.Fixtur
         with Trace(request.getfixturevalue("shared") / "traces" / "mooncake_conversation.jsonl") as trace:
             requests = [make_keys(one.hash_ids) for one in trace]
     found = what_if_of(CPUOffloadingManager(16, num_blocks, what_if=True), requests, capacities=capacities)
-    assert (found.sample_rate, list(found.hit_ratios)) == (0.25, ESTIMATED)
+    assert (found.sample_rate, list(found.hit_ratios)) == (0.25, ["lru"])
     uses = sum(map(len, requests))
-    for name, ratios in found.hit_ratios.items():
-        exact = [serve(CPUOffloadingManager(16, capacity, name), requests) / uses for capacity in capacities]
-        errors = np.abs(np.array(ratios) - exact)
-        assert errors.mean() <= 0.02, f"{name}: {errors}"
-        # The key of the hash decides whether a hot prefix is sampled; the error of a bad draw is larger than it says.
-        assert name != "lru" or (errors <= 0.02 + 4 * np.array(found.standard_errors)).all()
+    exact = [serve(CPUOffloadingManager(16, capacity), requests) / uses for capacity in capacities]
+    errors = np.abs(np.array(found.hit_ratios["lru"]) - exact)
+    assert errors.mean() <= 0.02
+    # The key of the hash decides whether a hot prefix is sampled; the error of a bad draw is larger than it says.
+    assert (errors <= 0.02 + 4 * np.array(found.standard_errors)).all()
 
 
 def test_all_keys_sampled_means_no_error() -> None:
@@ -103,10 +92,8 @@ def test_all_keys_sampled_means_no_error() -> None:
     uses = sum(map(len, requests))
     assert (found.sample_rate, found.sampled_uses, found.uses, found.requests) == (1.0, uses, uses, 300)
     assert found.standard_errors == (0.0,) * 4
-    assert list(found.hit_ratios) == ESTIMATED
-    for name, ratios in found.hit_ratios.items():
-        hits = [serve(CPUOffloadingManager(16, capacity, name), requests) for capacity in capacities]
-        assert [round(ratio * uses) for ratio in ratios] == hits, name
+    hits = [serve(CPUOffloadingManager(16, capacity), requests) for capacity in capacities]
+    assert [round(ratio * uses) for ratio in found.hit_ratios["lru"]] == hits
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 3)), max_size=30), st.integers(6, 20))
@@ -116,7 +103,7 @@ def test_run_distances_equal_served_lru(paths: list[tuple[int, int, int]], capac
     manager = CPUOffloadingManager(1, capacity, what_if=1024)
     hits = serve(manager, requests)
     uses = sum(map(len, requests))
-    assert manager.what_if("lru").hits_at(capacity) == (hits / uses if uses else 0.0)
+    assert manager.what_if().hits_at(capacity) == (hits / uses if uses else 0.0)
 
 
 def test_sample_holds_all_uses_of_keys() -> None:
@@ -186,7 +173,7 @@ def test_hot_keys_do_not_tilt_curve() -> None:
     hot = [key(number) for number in range(10)]
     requests = [hot + [key(100 * request + at) for at in range(10)] for request in range(1, 2000)]
     # At half of the keys: 10,000 uses of cold ones and, should all ten be sampled, 20,000 of hot ones.
-    found = what_if_of(CPUOffloadingManager(16, 10_000, what_if=32_768), requests, policies="lru")
+    found = what_if_of(CPUOffloadingManager(16, 10_000, what_if=32_768), requests)
     assert found.sample_rate <= 1 / 2
     assert not found.notes
     assert found.hits_at(4000) == pytest.approx(0.5, abs=0.03)
@@ -204,7 +191,7 @@ def test_requests_count_once_they_finish() -> None:
     output = manager.prepare_store(keys[:4], context)
     assert output is not None
     manager.complete_store(output.keys_to_store, context)
-    assert (manager.what_if().uses, manager.what_if().notes) == (0, (LEFT_OUT, "no request has finished yet"))
+    assert (manager.what_if().uses, manager.what_if().notes) == (0, ("no request has finished yet",))
     manager.on_request_finished(context)
     assert (manager.what_if().uses, manager.what_if().requests) == (4, 1)
     manager.touch(keys[:2])
@@ -217,7 +204,7 @@ def test_requests_count_once_they_finish() -> None:
 def test_reset_forgets_the_sample() -> None:
     manager = CPUOffloadingManager(16, 1000, what_if=1024)
     serve(manager, chats(100))
-    assert manager.what_if("lru").sample_rate < 1
+    assert manager.what_if().sample_rate < 1
     manager.reset_cache()
     found = manager.what_if()
     assert (found.uses, found.requests, found.sample_rate) == (0, 0, 1.0)
@@ -237,76 +224,55 @@ def test_python_policies_are_sampled_alike() -> None:
     compiled = CPUOffloadingManager(16, 700, what_if=1024)
     plain = CPUOffloadingManager(16, 700, PLAIN, what_if=1024)
     backend = BackendOffloadingManager(CPUBackend(16, 700), what_if=1024)
-    found = [what_if_of(manager, requests, policies="lru") for manager in (compiled, plain)]
+    found = [what_if_of(manager, requests) for manager in (compiled, plain)]
     serve(backend, requests)
-    found.append(backend.what_if("lru"))
+    found.append(backend.what_if())
     assert found[0].hit_ratios == found[1].hit_ratios == found[2].hit_ratios
     assert [one.policy for one in found] == ["lru", None, "lru"]
-
-
-def test_uncompiled_policy_is_estimated_if_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(POLICIES._paths, "plain", PLAIN)
-    monkeypatch.setitem(POLICIES._paths, "gone", "kvcache.no_such_module:Policy")
-    manager = CPUOffloadingManager(16, 700, "plain", what_if=True)
-    found = what_if_of(manager, chats(30))
-    assert (list(found.hit_ratios), found.policy) == (ESTIMATED, "plain")
-    assert found.notes[:2] == (LEFT_OUT, "plain is left out: it is not compiled; name it to have it estimated")
-    assert found.notes[2].startswith("gone is left out: ")
-    named = manager.what_if(["plain", "lru"])
-    assert named.hit_ratios["plain"] == named.hit_ratios["lru"]
-
-
-def test_passing_requests_advance_the_clock() -> None:
-    caches: list[Any] = [POLICIES.resolve("mq")(4).native(4) for _ in range(2)]
-    for cache in caches:
-        request_keys = cache.open_request()
-        output = cache.reserve([b"a"], request_keys, None)
-        cache.commit(output.keys_to_store, request_keys)
-        for _ in range(4):
-            cache.touch([b"a"], cache.open_request())
-    pass_requests(caches[0].current_policy(), 600)
-    for _ in range(600):
-        caches[1].touch([b"absent"], caches[1].open_request())
-    places = [[list(queue) for queue in cache.current_policy().queues] for cache in caches]
-    assert places[0] == places[1]
-    assert [b"a"] in places[0][:2]
 
 
 def test_twice_the_memory_is_one_line() -> None:
     # Rounds over 150 blocks: 100 hold none of them till they come again, 200 hold all.
     requests = [[key(number)] for number in range(150)] * 4
-    found = what_if_of(CPUOffloadingManager(16, 100, what_if=True), [*requests, *([[b"a"]] * 50)], policies="lru")
+    found = what_if_of(CPUOffloadingManager(16, 100, what_if=True), [*requests, *([[b"a"]] * 50)])
     assert found.capacities == (25, 50, 100, 200, 400, 800)
     assert found.hits_at(100) == found.hits_at(149) == 49 / 650
     assert found.hits_at(150) == found.hits_at(200) == (49 + 450) / 650
     assert found.gain(200) == pytest.approx(450 / 49)
-    assert "twice the memory: +918.4% hits" in str(found)
+    assert "twice the memory: +918.4% hits of lru" in str(found)
     caption, heads = str(found).splitlines()[:2]
     assert caption == "share of blocks hit, by capacity, * the present one"
     assert heads.split() == ["blocks", "25", "50", "100*", "200", "400", "800"]
     assert "estimated from 650 of 650 uses in 650 requests, 1 key in 1" in str(found)
 
 
-def test_ratios_between_capacities_are_between() -> None:
-    found = what_if_of(CPUOffloadingManager(16, 1000, what_if=True), chats(100), policies=["arc"])
-    low, high = found.hits_at(1000, "arc"), found.hits_at(2000, "arc")
-    middle = found.hits_at(round(1000 * math.sqrt(2)), "arc")
-    assert middle == pytest.approx((low + high) / 2, abs=1e-3)
-    assert found.gain(2000, "arc") == high / found.hits_at(1000) - 1
-    with pytest.raises(ValueError, match=r"capacity must be in 250..8000 for arc, got 9000"):
-        found.hits_at(9000, "arc")
-    with pytest.raises(ValueError, match="policy must be one of lru, arc, got 'mq'"):
-        found.hits_at(1000, "mq")
+def test_capacity_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="capacity must be an int >= 1, got 0"):
-        found.hits_at(0)
+        CPUOffloadingManager(16, 100, what_if=True).what_if().hits_at(0)
+
+
+@pytest.mark.parametrize("policy", ["arc", "gittins", PLAIN])
+def test_other_policy_shows_what_it_loaded(policy: str) -> None:
+    manager = CPUOffloadingManager(16, 8, policy, what_if=True)
+    keys = [key(number) for number in range(4)]
+    serve(manager, [keys])
+    context = ReqContext()
+    manager.lookup(keys, context)
+    manager.prepare_load(keys[:3], context)
+    manager.complete_load(keys[:3], context)
+    manager.on_request_finished(context)
+    found = manager.what_if()
+    stats = manager.stats()
+    assert found.loaded_ratio == stats.loaded_blocks / stats.needed_blocks == 3 / stats.needed_blocks
+    [line] = [line for line in str(found).splitlines() if ", loaded" in line]
+    assert line.split()[-6:] == ["-", "-", f"{found.loaded_ratio:.1%}", "-", "-", "-"]
+    assert line.startswith("own policy" if policy == PLAIN else policy)
 
 
 def test_nothing_hit_and_nothing_to_gain() -> None:
-    found = CPUOffloadingManager(16, 100, what_if=True).what_if("lru")
+    found = CPUOffloadingManager(16, 100, what_if=True).what_if()
     assert found.gain(200) == 0.0
-    found = what_if_of(CPUOffloadingManager(16, 1, what_if=True), [[b"a"], [b"b"]] * 2, policies="lru")
+    found = what_if_of(CPUOffloadingManager(16, 1, what_if=True), [[b"a"], [b"b"]] * 2)
     assert found.gain(2) == math.inf
     assert found.capacities == (1, 2, 4, 8)
 
@@ -321,9 +287,6 @@ def test_bad_sample_sizes_are_refused(wrong: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policies": "lur"}, "'lur'"),
-        ({"policies": []}, "policies must name at least one policy, got none"),
-        ({"policies": ["builtins:dict"]}, "policy 'builtins:dict' must be a subclass of CachePolicy"),
         ({"capacities": []}, "capacities must not be empty"),
         ({"capacities": [0, 1]}, "a capacity must be an int in 1..1073741823, got 0"),
         ({"capacities": [1.5]}, "a capacity must be .*, got 1.5"),
@@ -387,27 +350,3 @@ def test_filter_costs_twentieth_of_bookkeeping() -> None:
 
     rounds = [(serving(requests), sampling()) for requests in rounds_of_requests]
     assert min(spent for _, spent in rounds) <= 0.05 * min(spent for spent, _ in rounds)
-
-
-def test_policies_with_clock_are_refused() -> None:
-    manager = CPUOffloadingManager(16, 4, "gittins", what_if=True)
-    found = manager.what_if()
-    assert "gittins" not in found.hit_ratios
-    assert any(note.startswith("gittins is left out: it learns from when requests come") for note in found.notes)
-    assert any(re.match(r"gittins +-  the policy in use is not estimated$", line) for line in str(found).splitlines())
-    with pytest.raises(ValueError, match="policy 'gittins' learns from when requests come, which is not sampled"):
-        manager.what_if(["lru", "gittins"])
-
-
-def test_policy_estimate_yields_to_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = CPUOffloadingManager(16, 100, "lru", what_if=True)
-    for number in range(50):
-        request = ReqContext()
-        manager.touch([b"%d" % number], request)
-        manager.on_request_finished(request)
-    pauses: list[float] = []
-    clock = count()
-    monkeypatch.setattr(what_if_module.time, "perf_counter", lambda: float(next(clock)))
-    monkeypatch.setattr(what_if_module.time, "sleep", pauses.append)
-    manager.what_if(["arc"])
-    assert len(pauses) == 50 * 6  # by this clock every turn is over: one for each request and capacity
