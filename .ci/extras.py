@@ -46,7 +46,7 @@ PAGES = {
     "docs/howto/retention.md": "",
     "docs/howto/routers.md": "events",
     "docs/howto/sglang.md": "cli,disk,prometheus",
-    "docs/howto/stores.md": "cli,valkey",
+    "docs/howto/stores.md": "cli,s3,valkey",
     "docs/howto/tier.md": "",
     "docs/howto/tiers.md": "cli,disk",
     "docs/howto/transformers.md": "cli,plot,transformers",

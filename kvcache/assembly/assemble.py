@@ -95,7 +95,10 @@ def parse_tier(entry: Mapping[str, Any] | TierSettings) -> TierSettings:
     """Parse an entry of ``tiers``: its ``type`` (a name, a class or a path), the options of `TierConfig`, its own."""
     if isinstance(entry, TierSettings):
         return entry
-    return parse_tier_of(*_choice_of(entry, TIERS, "a tier"))
+    choice, options = _choice_of(entry, TIERS, "a tier")
+    if options.get("arbiter") is None and TIERS.resolve(choice).uses_arbiter:
+        options["arbiter"] = True
+    return parse_tier_of(choice, options)
 
 
 def parse_tier_of(choice: Any, options: Mapping[str, Any]) -> TierSettings:
@@ -111,7 +114,9 @@ def parse_tier_of(choice: Any, options: Mapping[str, Any]) -> TierSettings:
 class KindOptions(Options):
     """Options in an engine's configuration of a tier; beside them stand those of the tier that ``kind`` names."""
 
-    kind: str = option(parse_text, when="always: `disk`, `memory`, `valkey`, `mooncake`, or `package.module:Class`")
+    kind: str = option(
+        parse_text, when="always: `disk`, `memory`, `valkey`, `mooncake`, `s3`, or `package.module:Class`"
+    )
 
 
 _Kind = TypeVar("_Kind", bound=KindOptions)

@@ -1,4 +1,4 @@
-"""`kvcache tier`: look into the folder of a disk tier, verify its blocks, pack it; clear it, or a Valkey server."""
+"""`kvcache tier`: look into the folder of a disk tier, verify its blocks, pack it; clear it, or a shared store."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -73,11 +74,17 @@ def compact(
 def clear(
     target: Annotated[
         str,
-        typer.Argument(help="Folder of a disk tier, or a server: valkey://HOST:PORT.", show_default=False),
+        typer.Argument(
+            help="Folder of a disk tier, a server: valkey://HOST:PORT, or a bucket: s3://BUCKET/PREFIX of the tier.",
+            show_default=False,
+        ),
     ],
     prefix: Annotated[
-        str, typer.Option(help="On a server: delete only names that begin with this, as one model's.", metavar="PREFIX")
+        str, typer.Option(help="In a store: delete only names that begin with this, as one model's.", metavar="PREFIX")
     ] = "kvcache:",
+    endpoint: Annotated[
+        str | None, typer.Option(help="Of a bucket that is not on AWS.", metavar="URL", show_default=False)
+    ] = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="The server is a cluster.")] = False,
     connected: Annotated[
         bool, typer.Option("--connected", help="Delete although other clients are connected to the server.")
@@ -85,10 +92,11 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json: common.JsonOption = None,
 ) -> None:
-    """Delete all blocks of a disk tier, of any format, or of a Valkey or Redis server.
+    """Delete all blocks of a disk tier, of any format, of a Valkey or Redis server, or of a bucket.
 
     A folder that an engine uses is refused, and so is a server with other clients. A password of the server is taken
-    from KVCACHE_VALKEY_PASSWORD. A Mooncake Store is cleared by restarting its master.
+    from KVCACHE_VALKEY_PASSWORD, credentials of a bucket from the environment. A Mooncake Store is cleared by
+    restarting its master.
     """
     common.check_writable("--json", json)
     console = common.console(json)
@@ -100,7 +108,15 @@ def clear(
             console.print(text, soft_wrap=True, markup=False, emoji=False)
 
     # Options of a server would silently do nothing for a folder.
-    if "://" in target:
+    if "://" in target and (not prefix.startswith("kvcache:") or set(prefix) & set("*?[\\/")):
+        raise ValueError(f"--prefix must begin with 'kvcache:' and hold no pattern or slash, got {prefix!r}")
+    if target.startswith("s3://"):
+        if cluster or connected:
+            raise ValueError("--cluster and --connected need the URL of a Valkey server")
+        done = _clear_bucket(target, endpoint, prefix, confirm)
+    elif endpoint is not None:
+        raise ValueError("--endpoint needs a bucket, s3://BUCKET/PREFIX")
+    elif "://" in target:
         done = _clear_server(target, prefix, cluster, connected, confirm)
     elif prefix != "kvcache:" or cluster or connected:
         raise ValueError(f"--prefix, --cluster and --connected need the URL of a server, got {target!r}")
@@ -134,8 +150,6 @@ def _clear_server(
 ) -> dict[str, Any]:
     from kvcache.tiers.valkey import ValkeyOptions, clear_server
 
-    if not prefix.startswith("kvcache:") or set(prefix) & set("*?[\\"):
-        raise ValueError(f"--prefix must begin with 'kvcache:' and hold no pattern, got {prefix!r}")
     values = ValkeyOptions(url=url, cluster=cluster)
 
     def ask(counts: dict[str, int], clients: list[str] | None) -> None:
@@ -144,12 +158,29 @@ def _clear_server(
                 f"{len(clients)} other clients are connected ({', '.join(clients[:5])}): "
                 "stop the engines, or add --connected"
             )
-        listed = ", ".join(f"{model}: {count:,}" for model, count in counts.items())
         unknown = "" if clients is not None else "; this user may not list the clients, so engines may be connected"
-        confirm(f"{without_secrets(url)} holds {sum(counts.values()):,} names ({listed or 'none'}){unknown}")
+        confirm(f"{without_secrets(url)} holds {_described(counts)}{unknown}")
 
     num_names = clear_server(values, prefix, ask)
     return {"deleted": f"{num_names:,} names", "names": num_names}
+
+
+def _clear_bucket(url: str, endpoint: str | None, prefix: str, confirm: Callable[[str], None]) -> dict[str, Any]:
+    from kvcache.tiers.s3 import S3Options, clear_bucket
+
+    parts = urlsplit(url)
+    values = S3Options(bucket=parts.netloc, prefix=parts.path.strip("/"), endpoint=endpoint)
+
+    def ask(counts: dict[str, int]) -> None:
+        confirm(f"{url} holds {_described(counts)}; engines that use them cannot be listed")
+
+    num_names = clear_bucket(values, prefix, ask)
+    return {"deleted": f"{num_names:,} names", "names": num_names}
+
+
+def _described(counts: dict[str, int]) -> str:
+    listed = ", ".join(f"{model}: {count:,}" for model, count in counts.items())
+    return f"{sum(counts.values()):,} names ({listed or 'none'})"
 
 
 def _with_progress(name: str, is_quiet: bool, work: Callable[[Progress], Any]) -> Any:

@@ -78,7 +78,9 @@ class TierConfig(Options):
     pause_s: float = option(
         parse_duration, 5.0, when="a tier that failed must be tried again sooner, or later", advanced=True
     )
-    arbiter: bool = option(parse_flag, False, when="loading from this tier may take longer than computing the blocks")
+    arbiter: bool = option(
+        parse_flag, False, when="loading may take longer than computing the blocks; it is `true` by default for `s3`"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,14 @@ announced epoch, a running engine announces it again.
 
 from __future__ import annotations
 
+import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from hmac import compare_digest
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvcache.epoch import Epoch, EpochKind, without_weights
 from kvcache.tiers.base.checksum import SEAL_BYTES, Namespace
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     Seal = bytes | bytearray | memoryview
 
 __all__ = ["SEAL_BYTES", "SharedStoreTier"]
+
+_PROBE_BYTES = 4096
 
 
 class SharedStoreTier(JobTier):
@@ -106,7 +110,8 @@ class SharedStoreTier(JobTier):
             **options,
         )
 
-    # The five methods of a store. An OSError fails the batch, or is tried again.
+    # The five methods of a store. An OSError fails the batch, or is tried again. At the start, a PermissionError or
+    # FileNotFoundError is a mistake of the configuration, so the engine does not start.
 
     @abstractmethod
     def read_epoch(self) -> str | None:
@@ -145,6 +150,38 @@ class SharedStoreTier(JobTier):
 
     # The rest is the same for every store.
 
+    @classmethod
+    def unavailable_reason(cls, options: Any) -> str:
+        """Store, load and delete one block under a name of its own; return what fails, or ""."""
+        tier: Any = None
+        try:
+            # A model of its own, so that no engine's names are touched.
+            tier = cls.make(options, np.zeros((1, _PROBE_BYTES), np.uint8), {"check": secrets.token_hex(8)})
+            reason: str = tier._probe()
+            return reason
+        except (OSError, ValueError, ImportError) as error:
+            return f"it cannot be used: {error}"
+        finally:
+            if tier is not None:
+                tier.shutdown()
+
+    def _probe(self) -> str:
+        """Store, load and delete one block; return what does not work. The tier joins no epoch afterwards."""
+        batch = TierBatch(0, False, [b"check"], [0], None, None, self.generation, self.host_rows)
+        self._join_epoch()
+        names = [self.store_name(b"check"), self.epoch_name]
+        try:
+            if list(self.put(batch)) != [BlockOutcome.DONE]:
+                return f"{self!r} refuses a block"
+            if list(self.get(batch)) != [BlockOutcome.DONE]:
+                return f"{self!r} does not return what was stored"
+        finally:
+            with self._epoch_lock:
+                # The last call of `maintain` must not announce it again.
+                self._announced = ""
+            self.delete_values(names)
+        return f"{self!r} does not delete names" if any(self.are_held(names)) else ""
+
     @property
     def epoch(self) -> str:
         """The epoch of this engine's blocks; empty until the store has answered."""
@@ -163,9 +200,13 @@ class SharedStoreTier(JobTier):
 
     def open(self) -> None:
         # The engine also starts without a store; each later call tries again.
-        with suppress(OSError):
+        try:
             self.connect()
             self._join_epoch()
+        except (PermissionError, FileNotFoundError) as error:
+            raise ValueError(str(error)) from None
+        except OSError:
+            pass
 
     def exists(self, keys: list[bytes]) -> Sequence[bool]:
         self._join_epoch()

@@ -158,7 +158,8 @@ class ValkeyTier(SharedStoreTier):
                 client.ping()
         except (ValkeyError, OSError, ValueError) as error:
             return f"{_address(options.url)} cannot be used: {_shown(error)}"
-        return ""
+        # A server that answers may still refuse this user's names.
+        return super().unavailable_reason(options)
 
     def __repr__(self) -> str:
         return f"ValkeyTier({self._address!r})"

@@ -10,8 +10,11 @@ import socket
 from collections import Counter, defaultdict
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 from types import SimpleNamespace
+from urllib.parse import parse_qsl, unquote
+from xml.sax.saxutils import escape, unescape
 
 NUM_SLOTS = 16384
 
@@ -228,3 +231,159 @@ MOONCAKE = SimpleNamespace(
     ObjectDataType=SimpleNamespace(KVCACHE="kvcache"),
     SoftPinAction=SimpleNamespace(ENABLE="enable"),
 )
+
+
+class LocalS3:
+    """A server of buckets on loopback; `calls` counts its requests by method.
+
+    ``intercept(request)`` may answer a request, by ``request.reply`` and the like, and return True. It is called when
+    the body has been read.
+    """
+
+    def __init__(self, *buckets):
+        self.buckets = {name: {} for name in buckets}
+        self.calls = Counter()
+        self.intercept = lambda request: False
+        self.lock = Lock()
+        self._server = None
+        self.port = 0
+        self.start()
+
+    @property
+    def endpoint(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def place(self):
+        """The options of a tier in the first bucket."""
+        return {"bucket": next(iter(self.buckets)), "endpoint": self.endpoint}
+
+    @property
+    def objects(self):
+        return next(iter(self.buckets.values()))
+
+    def start(self):
+        handler = type("Handler", (_S3Request,), {"store": self})
+        self._server = _S3Server(("127.0.0.1", self.port), handler)
+        self.port = self._server.server_address[1]
+        Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def kill(self):
+        """Refuse connections, until `start` opens the same port again."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._server.end_connections()
+
+
+class _S3Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, *arguments):
+        self._connections = set()
+        super().__init__(*arguments)
+
+    def process_request(self, request, client_address):
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request):
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def end_connections(self):
+        for end in list(self._connections):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request, client_address):
+        """Connections end in many ways here."""
+
+
+class _S3Request(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    # One segment for the head of an answer.
+    wbufsize = -1
+
+    def log_message(self, *arguments):
+        """Write nothing."""
+
+    def _handle(self):
+        path, _, self.query = self.path.partition("?")
+        bucket, _, self.key = unquote(path).lstrip("/").partition("/")
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.store.calls[self.command] += 1
+        if self.store.intercept(self):
+            return
+        self.objects = self.store.buckets.get(bucket)
+        if self.objects is None:
+            self.refuse(404, "NoSuchBucket")
+            return
+        with self.store.lock:
+            answer = getattr(self, f"_{self.command.lower()}")
+            answer()
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle  # noqa: N815
+
+    def reply(self, status, body=b"", num_bytes=None, **headers):
+        """Answer with a body, of which `num_bytes` are announced."""
+        self.send_response(status)
+        headers = {"ETag": '"1"', "Last-Modified": "Fri, 27 Nov 2026 02:00:00 GMT", **headers}
+        for name, value in {**headers, "Content-Length": len(body) if num_bytes is None else num_bytes}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        self.wfile.flush()
+
+    def refuse(self, status, code):
+        self.reply(status, f"<Error><Code>{code}</Code><Message>as a test wants it</Message></Error>".encode())
+
+    def hang_up(self):
+        """End the connection without an answer, or in the middle of one."""
+        self.close_connection = True
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _get(self):
+        if "list-type=2" in self.query:
+            self._list(dict(parse_qsl(self.query)))
+        elif self.key in self.objects:
+            self.reply(200, self.objects[self.key])
+        else:
+            self.refuse(404, "NoSuchKey")
+
+    def _head(self):
+        if self.key in self.objects:
+            self.reply(200, num_bytes=len(self.objects[self.key]))
+        else:
+            self.reply(404)
+
+    def _put(self):
+        if self.headers.get("If-None-Match") == "*" and self.key in self.objects:
+            self.refuse(412, "PreconditionFailed")
+        else:
+            self.objects[self.key] = self.body
+            self.reply(200)
+
+    def _post(self):
+        keys = re.findall(r"<Key>(.*?)</Key>", self.body.decode())
+        for key in keys:
+            self.objects.pop(unescape(key), None)
+        entries = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+        self.reply(200, f"<DeleteResult>{entries}</DeleteResult>".encode())
+
+    def _list(self, options):
+        start = options.get("continuation-token", "")
+        keys = sorted(key for key in self.objects if key.startswith(options.get("prefix", "")) and key > start)
+        size = int(options.get("max-keys", 1000))
+        entries = "".join(
+            f"<Contents><Key>{escape(key)}</Key><LastModified>2026-11-27T02:00:00.000Z</LastModified><ETag>1</ETag>"
+            f"<Size>{len(self.objects[key])}</Size></Contents>"
+            for key in keys[:size]
+        )
+        token = f"<NextContinuationToken>{escape(keys[size - 1])}</NextContinuationToken>" if keys[size:] else ""
+        text = f"<IsTruncated>{str(bool(token)).lower()}</IsTruncated>{token}{entries}"
+        self.reply(200, f"<ListBucketResult>{text}</ListBucketResult>".encode())

@@ -110,6 +110,25 @@ class MooncakeStore:
         self._log.close()
 
 
+class MotoServer:
+    """moto's S3 with one bucket, in a process of its own."""
+
+    def __init__(self, bucket):
+        self.port = free_port()
+        self.place = {"bucket": bucket, "endpoint": f"http://127.0.0.1:{self.port}"}
+        code = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{self.port}'])"
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen([sys.executable, "-c", code], **streams)
+        wait_for_port(self.port)
+        make = urllib.request.Request(f"{self.place['endpoint']}/{bucket}", data=b"", method="PUT")
+        with urllib.request.urlopen(make, timeout=60):
+            pass
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait()
+
+
 def pause(pid):
     """Stop a process, and return when it stands still."""
     os.kill(pid, signal.SIGSTOP)

@@ -58,7 +58,7 @@ class Namespace:
                 from blake3 import blake3
             except ImportError as error:
                 raise ImportError(
-                    f"a salt needs the package blake3: install kvcache's extra 'valkey' or 'mooncake' ({error})"
+                    f"a salt needs the package blake3: install kvcache's extra 'valkey', 'mooncake' or 's3' ({error})"
                 ) from error
             self._blake3 = blake3
 

@@ -19,6 +19,7 @@ from itertools import groupby
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from kvcache.epoch import without_weights
 from kvcache.tiers.base.batch import BlockOutcome, TierBatch, checked_outcomes
 from kvcache.tiers.base.checksum import checksum
 from kvcache.tiers.base.codec import HEADER_BYTES, CannotEncodeError, Codec, stored_form
@@ -47,7 +48,8 @@ class CodecStage:
         fingerprint: Mapping[str, Any] | None = None,
     ) -> None:
         self._codec = codec
-        described = json.dumps(dict(fingerprint or {}), sort_keys=True, default=str).encode()
+        # A reset may replace the weights, so names and generations keep them apart.
+        described = json.dumps(without_weights(fingerprint or {}), sort_keys=True, default=str).encode()
         self._context = hashlib.blake2b(described, digest_size=_CONTEXT_BYTES).digest()
         self._block_bytes = host_blocks.shape[1]
         row_bytes, _ = stored_form(codec, host_blocks, None)

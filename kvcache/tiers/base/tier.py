@@ -28,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -132,6 +132,8 @@ class Tier(Configurable, ABC):
     cache_policy : str, type or None
         The policy that selects its victims; None: unknown. If it keeps paths (``gittins``), a use that is too long for
         one call of `touch` comes head first, else tail first.
+    uses_arbiter : bool
+        Of the class: whether the option `arbiter` of an entry of ``tiers`` is on by default.
 
     Notes
     -----
@@ -142,6 +144,7 @@ class Tier(Configurable, ABC):
     medium: str
     max_queued_blocks: int | None = None
     cache_policy: str | type | None = None
+    uses_arbiter: ClassVar[bool] = False
 
     @classmethod
     def make(cls, options: Any, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Self:
