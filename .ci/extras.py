@@ -212,13 +212,12 @@ def trials(environments: Environments) -> list[tuple[str, list[str], tuple[str, 
     image = extras_of("examples/containers/vllm.Dockerfile", r"whl\)\[(\S+)\]")
     planner = extras_of("docs/quickstart.md", r'install torch first, then:\n\n.*\n\$ pip install "\.\[(\S+)\]"')
     engine = extras_of("docs/quickstart.md", r'own with a disk\ntier.*needs `pip install "\.\[(\S+)\]"')
-    manifest = f"kvcache check --manifest {ROOT}/examples/containers/kubernetes.yaml"
     shown = "kvcache demo --requests 40 --no-data"
     return [
         ("make demo", environments.required(demo), (shown, *PLANNER)),
         (f"quickstart, [{planner}]", environments.required(planner), (shown, *PLANNER)),
         (f"quickstart, [{engine}]", environments.required(engine), (shown, *PLANNER, " ".join(CHECK))),
-        ("planner.Dockerfile", planner_packages(), (*PLANNER, f"{PLANNER[0]} --save grid.png", manifest)),
+        ("planner.Dockerfile", planner_packages(), (*PLANNER, f"{PLANNER[0]} --save grid.png")),
         ("vllm.Dockerfile", environments.required(image), ("kvcache --version", *PLANNER)),
     ]
 

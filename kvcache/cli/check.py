@@ -27,12 +27,6 @@ def check(
             help="JSON file: extra_config, or vLLM's configuration; - is standard input.", show_default=False
         ),
     ] = None,
-    manifest: Annotated[
-        Path | None,
-        typer.Option(
-            help="Check the pods of a Kubernetes manifest (YAML) instead.", metavar="FILE", show_default=False
-        ),
-    ] = None,
     device: Annotated[
         bool,
         typer.Option(
@@ -46,26 +40,27 @@ def check(
         str | None, typer.Option(help="Bytes of an offloaded block on one worker.", metavar="SIZE", show_default=False)
     ] = None,
     workers: Annotated[int, typer.Option(help="Workers (ranks) of the engine.")] = 1,
+    data_parallel_size: Annotated[
+        int | None, typer.Option(help="Engines on this machine with this configuration.", show_default=False)
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings, too.")] = False,
     json: common.JsonOption = None,
 ) -> None:
     """Check a configuration against this machine: options, packages, memory, disk, stores."""
     common.check_writable("--json", json)
-    if (config is not None) + (manifest is not None) + device != 1:
-        raise ValueError("name one thing to check: a configuration, --manifest FILE, or --device")
+    if (config is not None) + device != 1:
+        raise ValueError("name one thing to check: a configuration, or --device")
     if device:
         lab_module("check_device").check_device(json)
-    if manifest is not None:
-        # Each check is imported when it runs, so that `kvcache --help` starts at once.
-        from kvcache.cli.manifest import check_manifest
-
-        _report(manifest, check_manifest(manifest), strict, json)
     if config is not None:
+        # Imported when it runs, so that `kvcache --help` starts at once.
         from kvcache.cli.findings import check_file
 
         common.at_least("--workers", workers, 1)
+        if data_parallel_size is not None:
+            common.at_least("--data-parallel-size", data_parallel_size, 1)
         num_bytes, is_latent = _block_bytes(model, block_tokens, block_bytes, workers)
-        _report(config, check_file(config, num_bytes, workers, is_latent), strict, json)
+        _report(config, check_file(config, num_bytes, workers, is_latent, data_parallel_size), strict, json)
 
 
 def _report(config: Path, findings: list[Finding], strict: bool, json: str | None) -> None:

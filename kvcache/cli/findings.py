@@ -29,7 +29,7 @@ from kvcache.integrations.vllm.releases import describe_release
 from kvcache.node.ledger import read_ledger
 from kvcache.node.protocol import node_folder
 from kvcache.options import Component, OptionError, choice_of, format_size, name_unknown, parse_size
-from kvcache.recorder.files import refusal_of
+from kvcache.recorder.files import older_file, refusal_of
 from kvcache.registry import EXPORTERS, TIERS
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.store import STAGING_BYTES
@@ -53,16 +53,21 @@ class Finding:
     text: str
 
 
-def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | None) -> list[Finding]:
+def check_file(
+    config: Path, num_bytes: int, workers: int, is_latent: bool | None, num_engines: int | None = None
+) -> list[Finding]:
     """Check a JSON file of options, or of a configuration of vLLM, SGLang or LMCache; ``-`` is standard input.
 
     `num_bytes` are those of a block on one of the workers; 0: unknown. `is_latent`: all workers hold the same bytes.
+    `num_engines` of this configuration run on this machine; None: as the file says.
     """
     config_part, transfer, is_vllm, engine = _read(config)
     if not is_vllm and not _PLUGIN_KEYS.isdisjoint(config_part):
         return _check_plugin(config_part)
     if not is_vllm:
-        return check_config(config_part, block_bytes=num_bytes, world_size=workers)
+        return check_config(config_part, block_bytes=num_bytes, world_size=workers, num_engines=num_engines or 1)
+    stated = engine.get("data_parallel_size_local") or engine.get("data_parallel_size")
+    num_engines = num_engines or (stated if type(stated) is int and stated > 0 else 1)
     has_events = (engine.get("kv_events_config") or {}).get("enable_kv_cache_events") is True
     engine_block = engine.get("block_size")
     faults = [*vllm.connector_faults(transfer), *filter(None, [vllm.spec_fault(config_part)])]
@@ -70,7 +75,8 @@ def check_file(config: Path, num_bytes: int, workers: int, is_latent: bool | Non
     findings += [
         Finding(level, "options", text) for level, text in engine_keys.engine_faults(config_part, engine_block)
     ]
-    findings += check_config(config_part, block_bytes=num_bytes, world_size=workers, is_vllm=True, is_latent=is_latent)
+    sizes = {"block_bytes": num_bytes, "world_size": workers, "num_engines": num_engines}
+    findings += check_config(config_part, **sizes, is_vllm=True, is_latent=is_latent)
     if vllm.is_engine_spec(config_part) and not engine_keys.has_accelerator():
         # `check_config` has described copies that cannot start here: the error replaces that.
         findings = [finding for finding in findings if finding.subject != "data plane"]
@@ -91,15 +97,16 @@ def check_config(
     *,
     block_bytes: int = 0,
     world_size: int = 1,
+    num_engines: int = 1,
     is_vllm: bool = False,
     is_latent: bool | None = None,
 ) -> list[Finding]:
     """Check a configuration: list its faults, and the resources of this machine that it would use.
 
     Faults are findings, not exceptions. Nothing is created; shared stores are connected to, and wait for their
-    ``timeout_s`` at most. `block_bytes` are those of an offloaded block on one of `world_size` workers; if they are 0,
-    sizes are not checked. If `is_vllm`, the adapter of vLLM reads `given`, otherwise a built-in spec. `is_latent`: all
-    workers hold the same bytes.
+    ``timeout_s`` at most. `block_bytes` are those of an offloaded block on one of `world_size` workers of each of
+    `num_engines`; if they are 0, sizes are not checked. If `is_vllm`, the adapter of vLLM reads `given`, otherwise a
+    built-in spec. `is_latent`: all workers hold the same bytes.
     """
     findings = []
     where = vllm.WHERE if is_vllm else "extra_config"
@@ -112,8 +119,11 @@ def check_config(
         if is_vllm:
             placement = vllm.read_config(given)
         settings = OffloadSettings.parse_part(given) if placement is None else placement.settings
-        # vLLM numbers its data-parallel ranks from 0.
-        settings = replace(settings, tiers=tuple(tier.of_rank("0" if is_vllm else None) for tier in settings.tiers))
+        node_pool = getattr(placement, vllm.NODE_POOL, None)
+        # vLLM numbers its data-parallel ranks from 0. Engines of a node share one pool and its tiers.
+        ranks = [str(rank) if is_vllm else None for rank in range(1 if node_pool else num_engines)]
+        engines = [replace(settings, tiers=tuple(tier.of_rank(rank) for tier in settings.tiers)) for rank in ranks]
+        settings = engines[0]
     except ValueError as error:
         return [*findings, *_faults(error)]
     if placement is not None:
@@ -138,14 +148,11 @@ def check_config(
         size = f" of {format_size(block_bytes * world_size)}, {format_size(pool_bytes)} in all" if block_bytes else ""
         findings.append(Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {policy}"))
     if pool_bytes:
-        findings += _check_memory(pool_bytes, settings, getattr(placement, vllm.NODE_POOL, None))
-    if settings.record:
-        findings += _check_record(settings.record, settings.record_max_bytes)
-    findings += [_check_exporter(exporter) for exporter in settings.exporters]
-    findings += _check_same_exporters(settings)
+        findings += _check_memory(pool_bytes * len(engines), engines, node_pool)
+    findings += _check_observers(settings)
     for number, tier in enumerate(settings.tiers):
         findings += _check_tier(f"tiers[{number}] {TIERS.path_of(tier.cls)}", tier, block_bytes * world_size)
-    findings += _check_together(settings)
+    findings += _check_together([tier for engine in engines for tier in engine.tiers])
     if placement is not None:
         findings.append(Finding("ok", "data plane", data_plane))
     return findings
@@ -265,7 +272,7 @@ def _check_node(name: str | bool, num_bytes: int) -> tuple[int, Finding]:
 
 def _fits(num_bytes: int, tiers: Iterable[TierSettings]) -> Finding:
     """Check whether memory has room for so many bytes, and for the tiers in memory."""
-    num_bytes += sum(tier.options.capacity for tier in tiers if TIERS.path_of(tier.cls) == "memory")
+    num_bytes += sum(tier.options.arguments()["capacity"] for tier in tiers if TIERS.path_of(tier.cls) == "memory")
     try:
         check_memory(num_bytes)
     except ValueError as error:
@@ -273,12 +280,15 @@ def _fits(num_bytes: int, tiers: Iterable[TierSettings]) -> Finding:
     return Finding("ok", "memory", f"{format_size(num_bytes)} fit into this machine's free memory")
 
 
-def _check_memory(pool_bytes: int, settings: OffloadSettings, node_pool: str | bool | None) -> Iterator[Finding]:
+def _check_memory(
+    pool_bytes: int, engines: list[OffloadSettings], node_pool: str | bool | None
+) -> Iterator[Finding]:
+    settings = engines[0]
     if node_pool:
         used_bytes, finding = _check_node(node_pool, settings.cpu_bytes_to_use or 0)
         yield finding
         pool_bytes = max(0, pool_bytes - used_bytes)
-    yield _fits(pool_bytes, settings.tiers)
+    yield _fits(pool_bytes, [tier for engine in engines for tier in engine.tiers])
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and limit < pool_bytes:
         text = f"the limit is {format_size(limit)} (ulimit -l): pinning {format_size(pool_bytes)} may be refused"
@@ -332,7 +342,10 @@ class _Disk:
 
     @property
     def needed_bytes(self) -> int:
-        return 0 if self.is_read_only else max(0, self.capacity_bytes - self.used_bytes)
+        if self.is_read_only:
+            return 0
+        missing_bytes = getattr(self.tier, "missing_bytes", lambda *_: None)(self.path, self.capacity_bytes)
+        return max(0, self.capacity_bytes - self.used_bytes) if missing_bytes is None else int(missing_bytes)
 
     def least_bytes(self, block_bytes: int) -> int:
         capacity_for = getattr(self.tier, "capacity_for", None)
@@ -348,12 +361,12 @@ def _disk_of(tier: TierSettings) -> _Disk | None:
     return _Disk(tier.cls, Path(options["path"]), capacity_bytes, options.get("read_only") is True)
 
 
-def _check_together(settings: OffloadSettings) -> Iterator[Finding]:
-    """Check what only several tiers do: name one directory, or fill one file system."""
-    disks = [disk for disk in map(_disk_of, settings.tiers) if disk is not None]
-    for path, count in Counter(disk.path.resolve() for disk in disks).items():
+def _check_together(tiers: list[TierSettings]) -> Iterator[Finding]:
+    """Check what only several tiers, of one engine or more, do: name one directory, or fill one file system."""
+    disks = [disk for disk in map(_disk_of, tiers) if disk is not None]
+    for path, count in Counter(disk.path.resolve() for disk in disks if not disk.is_read_only).items():
         if count > 1:
-            text = f"{count} tiers have the path {path}; a directory belongs to one tier"
+            text = f"{count} tiers have the path {path}; a directory belongs to one tier: {{dp_rank}} names the engine"
             yield Finding("error", "tiers", text)
     by_system: dict[int, list[_Disk]] = {}
     for disk in disks:
@@ -363,9 +376,16 @@ def _check_together(settings: OffloadSettings) -> Iterator[Finding]:
         needed = sum(disk.needed_bytes for disk in together)
         # A tier that does not fit alone has an error of its own.
         if len(together) > 1 and free < needed and all(disk.needed_bytes <= free for disk in together):
-            paths = " and ".join(str(disk.path) for disk in together)
+            paths = " and ".join(dict.fromkeys(str(disk.path) for disk in together))
             text = f"{paths} are on one file system: {format_size(needed)} are needed, {format_size(free)} are free"
             yield Finding("error", "tiers", text)
+
+
+def _check_observers(settings: OffloadSettings) -> Iterator[Finding]:
+    if settings.record:
+        yield from _check_record(settings.record, settings.record_max_bytes)
+    yield from map(_check_exporter, settings.exporters)
+    yield from _check_same_exporters(settings)
 
 
 def _check_record(path: str, max_bytes: int) -> Iterator[Finding]:
@@ -374,7 +394,9 @@ def _check_record(path: str, max_bytes: int) -> Iterator[Finding]:
     if reason := refusal_of(path):
         yield Finding("error", "recording", reason)
         return
-    yield _room("recording", Path(path).parent, max_bytes)
+    target = Path(path.replace("{pid}", str(os.getpid())))
+    used_bytes = sum(file.stat().st_size for file in (target, older_file(target)) if file.is_file())
+    yield _room("recording", target.parent, max(0, max_bytes - used_bytes))
 
 
 def _check_same_exporters(settings: OffloadSettings) -> Iterator[Finding]:
@@ -387,7 +409,9 @@ def _check_same_exporters(settings: OffloadSettings) -> Iterator[Finding]:
 
 def _check_exporter(exporter: Component) -> Finding:
     subject = f"exporter {EXPORTERS.path_of(exporter.cls)}"
-    reason = exporter.unavailable_reason()
+    reason, path = exporter.unavailable_reason(), getattr(exporter.options, "path", None)
+    if path and not reason and not os.access(folder := _existing(Path(path).parent), os.W_OK):
+        reason = f"{folder} cannot be written by user {os.geteuid()}: mount a volume at {Path(path).parent}"
     # The engine starts without the exporter, so this is not an error.
     return Finding("warning", subject, reason) if reason else Finding("ok", subject, "can be opened")
 
@@ -420,8 +444,13 @@ def _room(subject: str, path: Path, num_bytes: int) -> Finding:
         return Finding("warning", subject, f"nothing of {path} exists: is its file system not mounted?")
     if not folder.is_dir():
         return Finding("error", subject, f"{folder} is not a directory")
-    if not os.access(folder, os.W_OK):
-        return Finding("error", subject, f"{folder} cannot be written by user {os.geteuid()}")
-    free = shutil.disk_usage(folder).free
-    text = f"{format_size(num_bytes)} are needed below {path}, {format_size(free)} are free"
-    return Finding("error" if free < num_bytes else "ok", subject, text)
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return Finding("error", subject, f"{folder} is on a read-only file system: mount a volume at {path}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        who = f"user {os.geteuid()}, groups {', '.join(map(str, sorted({os.getegid(), *os.getgroups()})))}"
+        return Finding("error", subject, f"{folder} cannot be written by {who}: set the volume's owner or fsGroup")
+    disk = shutil.disk_usage(folder)
+    text = f"{format_size(num_bytes)} are needed below {path}, {format_size(disk.free)} are free"
+    if disk.total < num_bytes:
+        text += f": the volume has {format_size(disk.total)} in all"
+    return Finding("error" if disk.free < num_bytes else "ok", subject, text)

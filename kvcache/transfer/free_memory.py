@@ -15,7 +15,8 @@ def memory_left(folder: Path | None = None) -> tuple[int, str] | None:
 
     `folder` is that of the file of memory that processes share.
     """
-    limits = [_machine_memory(Path("/")), _cgroup_memory(Path("/")), folder and _shared_memory(folder)]
+    limits = [_machine_memory(Path("/")), _cgroup_memory(Path("/"))]
+    limits += [] if folder is None else [_shared_memory(folder)]
     return min(((max(limit[0], 0), limit[1]) for limit in limits if limit is not None), default=None)
 
 

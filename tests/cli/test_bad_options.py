@@ -24,7 +24,7 @@ BAD = [
     ("""bench tier '{"type": "memory"}'""", "a memory tier needs 'capacity'"),
     ("""bench tier '{"type": "memory", "capacity": "1MiB", "spede": 1}'""", "unknown options of a memory tier: spede"),
     ("check engine.json --device", "name one thing to check"),
-    ("check engine.json --manifest pods.yaml", "name one thing to check"),
+    ("check engine.json --data-parallel-size 0", "--data-parallel-size must be >= 1, got 0"),
     ("check", "name one thing to check"),
     ("check nowhere.json", "nowhere.json cannot be read: No such file or directory"),
     ("demo --requests 0", "--requests must be >= 1, got 0"),

@@ -130,8 +130,8 @@ def test_clear_without_a_yes_deletes_nothing(run, run_json, folder, monkeypatch)
 def test_clear_refuses_foreign_folders(run, folder, tmp_path):
     (folder / "notes.txt").touch()
     for target, option, message in (
-        (folder, "--yes", "it holds data, kvcache.json"),
-        (tmp_path, "--yes", "it holds tier"),
+        (folder, "--yes", "it also holds notes.txt"),
+        (tmp_path, "--yes", "it has no kvcache.json, but tier"),
         ("missing", "--yes", "must be"),
         (folder, "--cluster", "need the URL of a server"),
     ):

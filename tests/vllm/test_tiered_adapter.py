@@ -208,5 +208,5 @@ def test_memory_limit_stops_engines_worker(monkeypatch):
     """Without it, the process that fills vLLM's region would be killed."""
     monkeypatch.setattr(free_memory, "_cgroup_memory", lambda _: (2 * PAGE, "memory.max"))
     spec = KVCacheOffloadingSpec(engine_spec_config({"cpu_bytes_to_use": 3 * PAGE, "data_plane": "vllm"}))
-    with pytest.raises(ValueError, match="a pool of 12288 bytes .* 8192 bytes .* are left by memory.max"):
+    with pytest.raises(ValueError, match=r"a pool of 12288 bytes .* 8192 bytes .* are left by memory.max"):
         spec.create_worker(None)

@@ -50,6 +50,7 @@ _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
 _LOG = logging.getLogger(__name__)
 
 _NEW_HEADER, _LOCK = "kvcache.json.new", "lock"
+_BOTH = os.R_OK | os.W_OK
 _OURS = {DATA, RECORDS, RECENCY, HEADER, _NEW_HEADER, _LOCK}
 
 
@@ -116,8 +117,10 @@ def refusal_of(path: str | os.PathLike[str], read_only: bool) -> str:
                     if not read_only:
                         directory.check_lengths()
             elif not _is_ours(path, names):
-                foreign = ", ".join(sorted(names)[:5])
-                return f"directory {path} is no disk tier: it has no {HEADER}, but {foreign}"
+                return _no_tier(path, names)
+            blocked = [] if read_only else [path / name for name in names & _OURS if not os.access(path / name, _BOTH)]
+            if blocked:
+                return f"{min(blocked)} cannot be written by user {os.geteuid()}"
         if read_only and not (path / HEADER).exists():
             return f"disk tier directory {path} is to be read only, and holds no tier yet"
         return "" if read_only else writer_of(path)
@@ -134,9 +137,7 @@ def clear_directory(path: Path) -> int:
     """
     names = {name.name for name in path.iterdir()} - {"lost+found"}
     if not names or not _is_ours(path, names):
-        raise TierDirectoryError(
-            f"directory {path} is no disk tier: it holds {', '.join(sorted(names)[:5]) or 'nothing'}"
-        )
+        raise TierDirectoryError(_no_tier(path, names))
     with closing_fd(os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | _FILE_FLAGS, 0o600)) as lock_fd:
         _lock(path, lock_fd)
         # Durable before the header goes: without a header, the lock shows whose the other files are.
@@ -165,6 +166,14 @@ def _is_ours(path: str | os.PathLike[str], names: set[str], folder_fd: int | Non
     except OSError:
         return False
     return len(signature) == _MARK_OFFSET and signature.startswith(b"process ") and b" on " in signature
+
+
+def _no_tier(path: str | os.PathLike[str], names: set[str]) -> str:
+    """Return an error message about a folder with these names, which a tier may not take."""
+    foreign = ", ".join(sorted(names - _OURS or names)[:5])
+    lack = "it also holds" if HEADER in names else f"it has no {HEADER}{', but' if foreign else ''}"
+    way_out = ": choose a folder below it" if foreign else ""
+    return f"directory {path} is no disk tier: {lack} {foreign}".rstrip() + way_out
 
 
 def _sign(lock_fd: int) -> None:
@@ -280,6 +289,14 @@ class TierDirectory:
                         raise TierDirectoryError(f"disk tier directory {self.path} {text}")
             return not has_failed
 
+    def missing_bytes(self, num_slots: int) -> int:
+        """Return how many bytes of the files have no disk space yet, for so many slots."""
+        num_missing = 0
+        for name, num_bytes in replace(self.header, num_slots=num_slots).file_bytes().items():
+            with closing_fd(self.open_file(name, os.O_RDONLY)) as fd:
+                num_missing += _missing_bytes(fd, num_bytes)
+        return num_missing
+
     def is_present(self, data_fd: int) -> bool:
         """Return whether the path still leads to the open file `data_fd`; raise OSError if that is unknown."""
         try:
@@ -346,7 +363,7 @@ class TierDirectory:
         # The lock is made and signed first and never deleted: a file "data" without it is not ours.
         is_new = may_be_new and _is_ours(self.path, names, self._fd)
         if HEADER not in names and not is_new:
-            raise TierDirectoryError(f"directory {self.path} is no disk tier: it has no {HEADER}")
+            raise TierDirectoryError(_no_tier(self.path, names))
 
     def _open(self, header: Header | None) -> Header:
         stored = self._read_header()
@@ -474,8 +491,10 @@ def _write_in_place(fd: int) -> None:
 
 def _missing_bytes(fd: int, num_bytes: int) -> int:
     """Return how many of the first bytes of a file have no blocks; a compressed file may have fewer, and no hole."""
-    missing = num_bytes - os.fstat(fd).st_blocks * 512
-    return missing if missing > 0 and os.lseek(fd, 0, os.SEEK_HOLE) < num_bytes else 0
+    status = os.fstat(fd)
+    missing = num_bytes - status.st_blocks * 512
+    has_hole = not status.st_size or os.lseek(fd, 0, os.SEEK_HOLE) < num_bytes
+    return missing if missing > 0 and has_hole else 0
 
 
 def _fsync_directory(fd: int) -> None:

@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -210,6 +210,16 @@ class DiskTier(JobTier):
     def capacity_for(num_blocks: int, block_bytes: int) -> int:
         """Return the smallest `capacity_bytes` that holds `num_blocks` blocks of `block_bytes`."""
         return capacity_for(num_blocks, block_bytes)
+
+    @staticmethod
+    def missing_bytes(path: Path, capacity_bytes: int) -> int | None:
+        """Return the bytes that a tier of `capacity_bytes` still lacks at `path`; None: there is no tier."""
+        try:
+            with closing(TierDirectory(path, None, read_only=True)) as directory:
+                header = directory.header
+                return directory.missing_bytes(num_slots_within(capacity_bytes, header.block_bytes))
+        except (OSError, ValueError):
+            return None
 
     @property
     def is_direct(self) -> bool:
