@@ -2,7 +2,7 @@
 
 A look-up asks for a whole prompt at once and holds what it finds, so loads need no message. Messages without an answer
 wait for the next one with an answer, or for the end of the step. If the owner does not answer in time, the call that
-waited for it and all later ones miss, until the owner answers again: copies under way end on the mapped memory.
+waited for it and all later ones miss, until the answer has arrived: copies under way end on the mapped memory.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class NodeManager(LastLookUp, OffloadingManager):
         return ManagerStats(**counts, needed_blocks=counts["loaded_blocks"] + num_missed)
 
     def parts(self) -> list[Part]:
-        reason = self.refusal or ("" if self._link.is_ready else "the owner does not answer")
+        reason = self.refusal or ("" if self._link.is_answering else "the owner does not answer")
         return [Part("", self.stats()), Part("node", NodeStats(unavailable=reason, **self._link.counts))]
 
     def owner_figures(self) -> dict[str, Any] | None:
@@ -325,8 +325,13 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._reset()
 
     def _reset(self) -> None:
-        if self._due_reset and self._link.ask(protocol.RESET, 0, 0, json.dumps(self._due_reset[0]).encode()):
+        if not self._due_reset:
+            return
+        if self._link.ask(protocol.RESET, 0, 0, json.dumps(self._due_reset[0]).encode()):
             self._due_reset = []
+        else:
+            # Behind a lost reset, look-ups would find old blocks. So it is sent again before any of them.
+            self._link.close()
 
 
 _COUNTS = ("loaded_blocks", "stored_blocks", "rejected_stores", "failed_blocks", "missed_blocks")

@@ -160,6 +160,8 @@ class NodeLeases:
             del engine.leases[request]
             self._release(engine, lease)
             self.manager.on_request_finished(lease.read_ends(), use_positions=bool(frame.flag))
+        elif op == protocol.LATE:
+            engine.num_outages += 1
         else:
             raise ValueError(f"unknown operation {op}")
         return None

@@ -19,8 +19,11 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvcache.node import protocol
 from kvcache.node.protocol import Frame, FrameReader, pack
+from kvcache.tiers.base.log_limiter import LogLimiter
 
 _LOG = logging.getLogger(__name__)
 _START_TIMEOUT_S = 600.0
@@ -28,6 +31,7 @@ _START_TIMEOUT_S = 600.0
 _SPAWN_TIMEOUT_S = 30.0
 _SEND_S, ANSWER_S = 0.01, 0.035
 _RESTART_S = 2.0
+_MAX_UNSENT_BYTES = 4 << 20
 
 
 class LinkState(Enum):
@@ -43,8 +47,8 @@ class Link:
     """A connection to the owner of a folder's pool. `hello` identifies the client.
 
     Messages without an answer wait for the next one with an answer, or for `flush`. An answer is awaited for at most
-    `patience_s`; then the connection is closed, and the next owner or `meet` finds the leases in the ledger. With
-    `starts_owner`, a missing owner is started.
+    `patience_s`. A late owner keeps the connection, because a busy machine delays it, too; until the late answers have
+    arrived, nothing is asked and no call waits. With `starts_owner`, a missing owner is started.
     """
 
     def __init__(
@@ -56,9 +60,14 @@ class Link:
         self._reader = FrameReader()
         self._state = LinkState.CLOSED
         self._unsent: list[bytes] = []
+        self._num_unsent_bytes = 0
+        # Answers that did not come in time. The owner answers in order, so these come first.
+        self._num_late = 0
         # When to greet an owner again, and when to start one again.
         self.retry_s = self._restart_s = 0.0
         self.counts = {"round_trips": 0, "outages": 0, "shared_hit_blocks": 0}
+        self._warnings = LogLimiter(_LOG)
+        self._is_reported = False
 
     @property
     def is_ready(self) -> bool:
@@ -70,36 +79,69 @@ class Link:
         """Whether there is a connection, welcomed or not."""
         return self._state is not LinkState.CLOSED
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether the owner has welcomed the client, and has answered all questions."""
+        while self._num_late and self.is_ready:
+            try:
+                frame = self.receive()
+            except OSError as error:
+                self.lose(error)
+                return False
+            if frame is None:
+                return False
+            self._num_late -= 1
+            if frame.op == protocol.SLOTS and not frame.flag:
+                # The store was refused when the answer was late.
+                slots = np.frombuffer(frame.payload, "<i4")
+                slots = slots[slots >= 0]
+                self.tell(protocol.STORED, 0, frame.request, struct.pack("<I", len(slots)) + slots.tobytes())
+        return self.is_ready
+
     def tell(self, op: int, flag: int, request: int, payload: bytes = b"", key_bytes: int = 0) -> None:
         """Send a message without an answer later. Without an owner nothing is sent: the greeting lists the leases."""
-        if self.is_open:
-            self._unsent.append(pack(op, flag, request, payload, key_bytes))
+        if not self.is_open:
+            return
+        self._unsent.append(pack(op, flag, request, payload, key_bytes))
+        self._num_unsent_bytes += len(payload)
+        if self._num_unsent_bytes > _MAX_UNSENT_BYTES:
+            # An owner that is stopped for hours must not cost memory. The next greeting lists the leases instead.
+            self.close()
 
     def ask(self, op: int, flag: int, request: int, payload: bytes = b"", key_bytes: int = 0) -> Frame | None:
-        """Send a message, and return its answer, or None if the owner does not answer."""
-        if not self.is_ready:
+        """Send a message, and return its answer, or None if the owner does not answer in time."""
+        self.counts["round_trips"] += 1
+        if not self.is_answering:
             return None
         self._unsent.append(pack(op, flag, request, payload, key_bytes))
-        self.counts["round_trips"] += 1
-        self.flush()
+        self._send()
         if not self.is_ready:
             return None
         try:
             frame = self.receive(self._patience_s)
-            if frame is None:
-                raise TimeoutError("the owner takes too long")
-            return frame
         except OSError as error:
             self.lose(error)
             return None
+        if frame is None:
+            self._num_late += 1
+            self._report(f"answers later than {self._patience_s * 1e3:.0f} ms")
+            self.tell(protocol.LATE, 0, 0)
+        return frame
 
     def flush(self) -> None:
-        """Send the messages that wait."""
-        if not self._unsent or not self.is_ready:
-            return
+        """Send the messages that wait. Those for a late owner wait longer: its socket may be full."""
+        if self.is_answering:
+            if self._is_reported:
+                self._is_reported = False
+                _LOG.info("the owner of %s answers again", self.folder)
+            if self._unsent:
+                self._send()
+
+    def _send(self) -> None:
         assert self._sock is not None
         data = b"".join(self._unsent)
         self._unsent.clear()
+        self._num_unsent_bytes = 0
         try:
             self._sock.sendall(data)
         except OSError as error:
@@ -107,10 +149,14 @@ class Link:
 
     def lose(self, error: OSError) -> None:
         """Go on without the owner. The leases stay: the ledger has them."""
+        self._report(f"does not answer ({error!r}): look-ups miss until it does")
+        self.close()
+
+    def _report(self, fault: str) -> None:
         self.counts["outages"] += 1
         self.hello["outages"] = self.counts["outages"]
-        _LOG.warning("the owner of %s does not answer (%r): look-ups miss until it does", self.folder, error)
-        self.close()
+        self._is_reported = True
+        self._warnings.warn("owner", "the owner of %s %s", self.folder, fault)
 
     def greet(self, leases: list[tuple[int, list[int], list[int]]]) -> None:
         """Connect and send the greeting. OSError: no owner listens."""
@@ -133,6 +179,7 @@ class Link:
             os.close(pidfd)
         self._sock, self._reader, self._state = sock, FrameReader(), LinkState.GREETED
         self._unsent.clear()
+        self._num_unsent_bytes = self._num_late = 0
 
     def meet(self, leases: list[tuple[int, list[int], list[int]]], timeout_s: float = 0.0) -> Frame | None:
         """Greet the owner if that is not done, and return its answer, or None if it has not arrived.
@@ -160,16 +207,17 @@ class Link:
         """Return the next frame, or None if it has not arrived. OSError: the owner has ended."""
         assert self._sock is not None
         end_s = time.monotonic() + timeout_s
+        data = b""  # first the frames that have arrived behind the last one
         while True:
+            for frame in self._reader.feed(data):
+                return frame
             try:
                 data = self._sock.recv(1 << 16, 0 if timeout_s else socket.MSG_DONTWAIT)
-                for frame in self._reader.feed(data):
-                    return frame
                 if not data:
                     raise ConnectionResetError("the owner has ended")
             except BlockingIOError:
-                pass
-            if time.monotonic() >= end_s:
+                data = b""
+            if not data and time.monotonic() >= end_s:
                 return None
 
     def close(self) -> None:

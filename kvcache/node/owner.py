@@ -36,6 +36,7 @@ from kvcache.transfer.shared_file import SharedBlocks, remove_unmapped
 _LOG = logging.getLogger(__name__)
 LINGER_S, _RETIRE_S = 60.0, 5.0
 _POLL_S, _TIER_POLL_S = 0.25, 0.001
+_NICE = -10
 _MAX_OUTBOX_BYTES = 64 << 20
 
 
@@ -154,6 +155,9 @@ class Owner:
 
     def run(self) -> None:
         """Serve until the end."""
+        with suppress(OSError):
+            # On a busy machine an engine's step waits for this thread. Only a privileged process may ask for that.
+            os.nice(_NICE)
         while not self._is_stopping:
             pool = self.pool
             is_busy = pool is not None and pool.has_tiers and pool.manager.has_pending_work()  # type: ignore[union-attr]

@@ -95,8 +95,10 @@ class Prompt:
     def acquire(self, link: Link, key: bytes, keys: Collection[bytes]) -> int:
         """Ask the owner for the prompt from `key` on, hold the blocks that are ready, and return the state of `key`.
 
-        `keys` are those of the prompt, as far as the engine knows them. Without an answer, the blocks are absent.
+        `keys` are those of the prompt, as far as the engine knows them. Without an answer in time the block is absent.
         """
+        if not link.is_answering:
+            return ABSENT
         if self.asks_tiers and self.phase is not Phase.NEW and self._place(key) >= 0:
             return self._acquire_one(link, key)
         self.first = self.end = key
@@ -111,6 +113,7 @@ class Prompt:
         flag = protocol.HYBRID if self.is_hybrid else 0
         answer = link.ask(protocol.ACQUIRE, flag, self.number, struct.pack("<I", start) + payload, num_bytes)
         if answer is None:
+            self._miss(link)
             return ABSENT
         num_asked = len(answer.payload) // 4 - 1
         if self._hold(link, start, answer.payload) == num_asked:
@@ -160,9 +163,18 @@ class Prompt:
         place = self._place(key)
         answer = link.ask(protocol.ACQUIRE, protocol.ONE_KEY, self.number, struct.pack("<I", place))
         if answer is None:
+            self._miss(link)
             return ABSENT
         self._hold(link, place, answer.payload)
         return READY if key in self.held else self._awaited(answer.flag)
+
+    def _miss(self, link: Link) -> None:
+        """Give back what a late answer holds. The next look-up asks again.
+
+        Blocks of an earlier answer stay: the engine may be about to load them. All are released together then.
+        """
+        if not self.held.keys:
+            self.release(link)
 
     def _hold(self, link: Link, start: int, payload: bytes) -> int:
         """Hold the blocks of an answer, which are asked from `start` on; return their number."""

@@ -24,7 +24,7 @@ HEAD = struct.Struct("<IBBHI")
 """Bytes behind this field, operation, flag, bytes of one key, and the client's number of the request."""
 MAX_FRAME_BYTES = 64 << 20
 HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, RELEASE = range(1, 8)
-OFFER, SLOTS, STORED, END, RESET, STATS, DONE = range(8, 15)
+OFFER, SLOTS, STORED, END, RESET, STATS, DONE, LATE = range(8, 16)
 # Flags of ACQUIRE: all ready blocks of a prompt instead of the leading ones; one block, also of a tier.
 # The flag of HELD is the state of the block behind those that are held, and that of SLOTS is 1 if the store is refused.
 # Both answers have the slot of each block that was asked for, and -1 for a block that gets none.

@@ -4,6 +4,7 @@ import shutil
 import threading
 import time
 import uuid
+from contextlib import contextmanager
 
 from kvcache import ReqContext
 from kvcache.node.client import NodeManager, greeting
@@ -116,3 +117,33 @@ def wait_for(condition, timeout_s=100):
         assert time.monotonic() < end_s
         time.sleep(0.002)
     return result
+
+
+class Gate:
+    """An owner's epoll that waits while `event` is not set, as a busy or a stopped process does."""
+
+    def __init__(self, poll):
+        self._poll = poll
+        self.event = threading.Event()
+        self.is_waiting = threading.Event()
+
+    def poll(self, timeout_s):
+        self.is_waiting.set()
+        self.event.wait()
+        return self._poll.poll(timeout_s)
+
+    def __getattr__(self, name):
+        return getattr(self._poll, name)
+
+
+@contextmanager
+def gated(owner):
+    """Keep an owner from its messages until the event is set, and in the end."""
+    poll, gate = owner._poll, Gate(owner._poll)
+    owner._poll = gate
+    assert gate.is_waiting.wait(10)
+    try:
+        yield gate.event
+    finally:
+        owner._poll = poll
+        gate.event.set()

@@ -1,0 +1,183 @@
+"""An owner that is late, and not dead: the connection stays, and only what is late is lost."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+from node_harness import gated, key_of, prompt, turn, wait_for
+
+from kvcache import ReqContext
+from kvcache.node.client import NodeManager, greeting
+from kvcache.node.protocol import node_folder
+
+
+def test_late_look_up_misses_alone(node):
+    node = node(64)
+    engine = node.engine("a", patience_s=0.1)
+    turn(engine, *prompt(1, 8))
+    assert wait_for(lambda: engine.owner_figures()) is not None
+    sock = engine._link._sock
+    keys, context = prompt(1, 8)
+    with gated(node.owner) as gate:
+        assert engine.lookup(keys, context) == 0
+        start_s = time.monotonic()
+        # Nothing waits a second time, and an idle engine's gauge says that the pool is away.
+        assert [engine.lookup(*prompt(1, 8)) for _ in range(50)] == [0] * 50
+        assert engine.prepare_store([key_of(2, 0)], ReqContext()) is None
+        engine.on_schedule_end()
+        assert time.monotonic() - start_s < 2.5
+        stats = engine.parts()[1].stats
+        assert (stats.outages, stats.unavailable) == (1, "the owner does not answer")
+        gate.set()
+        wait_for(lambda: not engine.parts()[1].stats.unavailable)
+    assert engine.parts()[1].stats.outages == 1
+    # The late answer's blocks are not held, and the same request finds them at its next look-up.
+    figures = wait_for(engine.owner_figures)
+    assert (figures["num_referenced"], figures["dropped_clients"]) == (0, 0)
+    assert wait_for(lambda: engine.lookup(keys, context)) == 8
+    assert (engine._link._sock, node.leases.engines[0].num_outages) == (sock, 1)
+    engine.on_request_finished(context)
+    engine._link._patience_s = 10
+    engine.owner_figures()
+    node.check()
+
+
+def test_late_store_returns_its_slots(node):
+    node = node(64)
+    engine, other = node.engine("a", patience_s=0.05), node.engine("b")
+    keys, context = prompt(1, 8)
+    with gated(node.owner) as gate:
+        assert engine.prepare_store(keys, context) is None
+        engine.on_request_finished(context)
+        gate.set()
+    wait_for(lambda: engine.on_schedule_end() or other.owner_figures()["num_pending"] == 0)
+    assert (other.owner_figures()["num_free"], engine.stats().rejected_stores) == (64, 1)
+    assert other.prepare_store(*prompt(1, 8)).keys_to_store == keys
+    node.check()
+
+
+def test_late_blocks_behind_held_ones_return(node):
+    """A hybrid model's later question is late while the blocks of its first one are being loaded."""
+    node = node(64, {"cache_policy": "lru", "tiers": [{"type": "memory", "capacity": "4KiB"}]})
+    engine = node.engine("a", num_groups=2)
+    keys, context = prompt(1, 4)
+    turn(engine, keys[:2], ReqContext(), use_positions=False)
+    assert [engine.status(key, context) for key in keys[:3]] == [2, 2, 0]
+    turn(engine, keys[2:3], ReqContext(), use_positions=False)
+    engine.owner_figures()
+    engine._link._patience_s = 0.05
+    with gated(node.owner) as gate:
+        assert engine.status(keys[2], context) == 0
+        assert engine.prepare_load(keys[:2], context).block_ids.tolist() == [0, 1]
+        gate.set()
+        wait_for(lambda: engine._link.is_answering)
+    engine._link._patience_s = 10
+    assert engine.owner_figures()["num_referenced"] == 3
+    engine.complete_load(keys[:2], context)
+    assert engine.owner_figures()["num_referenced"] == 0
+
+
+def test_reset_of_late_owner_comes_first(node, monkeypatch):
+    monkeypatch.setattr("kvcache.node.client._RETRY_S", 0)
+    node = node(64)
+    engine = node.engine("a", patience_s=0.05)
+    turn(engine, *prompt(1, 8))
+    wait_for(lambda: engine.on_schedule_end() or engine.lookup(*prompt(1, 8)))
+    for is_late_before in (False, True):
+        with gated(node.owner) as gate:
+            if is_late_before:
+                assert engine.lookup(*prompt(1, 8)) == 0
+            engine.reset_cache()
+            assert engine.lookup(*prompt(1, 8)) == 0
+            gate.set()
+        for _ in range(3):
+            wait_for(lambda: engine.on_schedule_end() or engine._link.is_answering)
+            assert engine.lookup(*prompt(1, 8)) == 0
+        engine._link._patience_s = 10
+        assert engine.owner_figures()["num_free"] == 64
+        turn(engine, *prompt(1, 8))
+        engine._link._patience_s = 0.05
+
+
+def test_stopped_owner_costs_no_memory(node, monkeypatch):
+    """An owner that is stopped for long: the ends of requests are not kept without limit, nor forgotten."""
+    monkeypatch.setattr("kvcache.node.link._MAX_UNSENT_BYTES", 4096)
+    node = node(64)
+    engine = node.engine("a", patience_s=0.05)
+    turn(engine, *prompt(1, 8))
+    held = prompt(1, 8)
+    assert wait_for(lambda: engine.on_schedule_end() or engine.lookup(*held)) == 8
+    with gated(node.owner) as gate:
+        for document in range(200):
+            keys, context = prompt(document, 20)
+            assert engine.lookup(keys, context) == 0
+            engine.on_request_finished(context, use_positions=True)
+            engine.on_schedule_end()
+            assert sum(map(len, engine._link._unsent)) < 8192
+        gate.set()
+    engine.on_request_finished(held[1])
+    wait_for(lambda: engine.on_schedule_end() or (engine.owner_figures() or {}).get("num_referenced") == 0)
+    node.check()
+
+
+@contextmanager
+def busy(num_processes):
+    """Processes that use all of the machine's time."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_processes)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def share_of_hits(engine, seed):
+    """Serve documents twice, each in a step of its own, and return the share of blocks found at the second time."""
+    keys_of = {document: prompt(document, 16)[0] for document in range(seed, seed + 100)}
+    hits = 0
+    for is_second in (False, True):
+        for document in keys_of:
+            keys, context = prompt(document, 16)
+            states = [engine.status(key, context) for key in keys]
+            num_found = states.count(2)
+            hits += is_second * num_found
+            if num_found:
+                engine.prepare_load([key for key, state in zip(keys, states, strict=True) if state == 2], context)
+                engine.complete_load(keys, context)
+            output = engine.prepare_store(keys, context) if num_found < len(keys) else None
+            if output is not None:
+                engine.complete_store(output.keys_to_store, context)
+            engine.on_request_finished(context, use_positions=True)
+            engine.on_schedule_end()
+            time.sleep(0.002)
+    return hits / (16 * len(keys_of))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("is_privileged", [True, False])
+def test_loaded_owner_keeps_hits(num_groups, is_privileged):
+    """Four busy processes a core, also where the owner may not ask for a better place."""
+    folder = node_folder(f"test-{os.getpid()}-{time.monotonic_ns()}")
+    identity = {"num_blocks": 16384, "block_bytes": 64, "block_size": 16}
+    engine = NodeManager(folder, greeting("a", identity, {"cache_policy": "lru"}), num_groups=num_groups)
+    pid = wait_for(lambda: engine.on_schedule_end() or engine.owner_figures())["pid"]
+    if not is_privileged:
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0))
+    quiet = share_of_hits(engine, 0)
+    with busy(4 * os.cpu_count()):
+        loaded = share_of_hits(engine, 1000)
+    stats = engine.parts()[1].stats
+    print(json.dumps({"quiet": quiet, "loaded": loaded, "outages": stats.outages, "questions": stats.round_trips}))
+    engine.shutdown()
+    os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder)
+    assert loaded >= 0.9 * quiet > 0.8
