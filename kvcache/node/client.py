@@ -286,6 +286,9 @@ class NodeManager(LastLookUp, OffloadingManager):
     def _end_if_done(self, prompt: Prompt, req_context: Any) -> None:
         if prompt.end_if_done(self._link):
             self._prompts.pop(req_context, None)
+            if not self._prompts:
+                # An idle engine has no later step, and others wait for its last blocks.
+                self._link.flush()
 
     def _drop_stale(self) -> None:
         """Return the slots of copies from before a reset: a later copy has ended."""

@@ -98,8 +98,9 @@ class Engine:
         data = HistogramData(*self.copies.data())
         stats = TransferStats(data.count, 1, 4096 * data.count, data, data)
         parts = [Part("transfer", stats, (("source", "GPU"), ("destination", "CPU")))]
-        is_alone = self.name == "down" and bool(self.tier.fault)
-        parts.append(Part("node", NodeStats(outages=9 * is_alone, unavailable="the owner has ended" * is_alone)))
+        is_alone = self.name in ("down", "idle") and bool(self.tier.fault)
+        reason = "the owner has ended" * is_alone
+        parts.append(Part("node", NodeStats(self.serial, 9 * (is_alone and self.name == "down"), reason)))
         if self.name == "healthy":
             parts += [Part("owner", OwnerStats()), Part("engine", EngineStats(), (("number", "0"),))]
             parts.append(Part("eviction", EvictionStats(HistogramData(*self.ages.data()))))
@@ -125,6 +126,8 @@ class Engine:
 
     def serve(self, is_incident: bool) -> None:
         """Serve the requests of one step, 350 blocks in all: most of a request is a known prefix, the rest is new."""
+        if is_incident and self.name == "idle" and self.tier.fault:
+            return
         for number in range(35):  # twenty prefixes, which do not fit into host memory
             is_new = is_incident and self.name == "cold"
             prefix = self.serial if is_new else number % 20
@@ -134,6 +137,10 @@ class Engine:
 
     def begin(self) -> None:
         """Begin the incident that gives the engine its name."""
+        if self.name == "idle":
+            # The owner ends with the last request.
+            self.serve(True)
+            self.tier.fault = "none"
         if self.name in ("down", "hung"):
             self.tier.fault = {"down": "error", "hung": "hang"}[self.name]
         while self.name == "slow" and not self.worst_lookup_s() > 0.25:
@@ -185,7 +192,7 @@ class DamagedDisk(Engine):
 @pytest.fixture(scope="module")
 def series(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Series]:
     """Run every engine through both days; return its metrics by series and minute."""
-    engines = [Engine(name) for name in ("healthy", "cold", "down", "hung", "full", "slow")]
+    engines = [Engine(name) for name in ("healthy", "cold", "down", "hung", "full", "slow", "idle")]
     engines.append(DamagedDisk(tmp_path_factory.mktemp("disk")))
     found: Series = {}
     for minute in [*YESTERDAY, *TODAY]:

@@ -233,6 +233,17 @@ def test_each_store_is_one_message(node, policy):
     node.check()
 
 
+def test_idle_engine_keeps_no_message(node):
+    """The last store of an engine is found without a later step of it."""
+    node = node(64)
+    engine, other = node.engine("a"), node.engine("b")
+    keys, context = prompt(1, 4)
+    engine.prepare_store(keys, context)
+    engine.on_request_finished(context, use_positions=True)
+    engine.complete_store(keys, context)
+    assert wait_for(lambda: other.lookup(*prompt(1, 4))) == 4
+
+
 def test_slot_of_two_requests_counts_once(node):
     node = node(64)
     engine = node.engine("a")

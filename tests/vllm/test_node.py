@@ -61,8 +61,6 @@ def test_what_node_pool_excludes_is_refused(options, message, data_plane):
 def test_next_engine_loads_blocks_of_first(boot, models, prompts, expected, pool):
     with boot(models["llama"], pool) as engine:
         assert engine.ask(prompts) == (expected(prompts), [0, 992, 992])
-        # A step tells the owner of the last stores.
-        engine.generate([[1, 2, 3]])
     with boot(models["llama"], pool) as engine:
         assert engine.ask(prompts) == (expected(prompts), [1024] * 3)
         engine.drop_device_cache()
@@ -75,6 +73,7 @@ def test_next_engine_loads_blocks_of_first(boot, models, prompts, expected, pool
         os.kill(engine.manager._manager.owner_figures()["pid"], signal.SIGKILL)
         engine.drop_device_cache()
         assert engine.answers(prompts) == expected(prompts)
+        assert engine.metric("vllm:kvcache_node_outages") == 1
         end_s = time.monotonic() + 20
         while engine.manager._manager.parts()[1].stats.unavailable:
             assert time.monotonic() < end_s

@@ -6,6 +6,7 @@ vLLM ends if an undeclared name is sent, so declarations and values come from on
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -133,10 +134,15 @@ class MetricsSource:
         # Exporters have counters of their own, which are not declared.
         self._changes = SampleChanges(metric_definitions())
 
-    def changes(self) -> OffloadingConnectorStats | None:
-        """Return increments of counters, values of gauges and new observations; None if nothing changed."""
+    def changes(self, all_parts: bool = False) -> OffloadingConnectorStats | None:
+        """Return increments of counters, values of gauges and new observations; None if nothing changed.
+
+        With `all_parts`, all are read now.
+        """
         telemetry = self._manager.telemetry
         block_bytes = 0 if telemetry is None else telemetry.block_bytes
+        if all_parts:
+            self._next_full_s = -math.inf
         return self._changes.since_last(self._parts(), self._manager.block_size, block_bytes)
 
     def _parts(self) -> Iterator[Part]:
