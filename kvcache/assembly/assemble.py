@@ -211,7 +211,9 @@ class OffloadSettings(Options):
         _parse_tiers, (), when="blocks are to outlive host memory, the process or the machine"
     )
     lookup_deadline_s: float = option(
-        parse_duration, 5.0, when="with tiers: a request must not wait that long for them before it is computed"
+        parse_duration,
+        5.0,
+        when="a request must not wait that long for tiers, or under vLLM for a block that is being stored",
     )
     pool_folder: str = option(parse_text, "/dev/shm", when="with tiers: shared memory is mounted elsewhere")
     prefill_tokens_per_s: dict[int, float] | None = option(
@@ -241,7 +243,9 @@ class OffloadSettings(Options):
 
     def check_together(self, where: str) -> None:
         declared = self.declared()
-        useless = [name for name in _NEED_TIERS if getattr(self, name) != declared[name].default]
+        # An engine may also wait for blocks that are being stored.
+        names = _NEED_TIERS if where == self.where else _NEED_TIERS[1:]
+        useless = [name for name in names if getattr(self, name) != declared[name].default]
         if useless and not self.tiers:
             raise ValueError(f"{', '.join(useless)} in {where} need 'tiers'")
 

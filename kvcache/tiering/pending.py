@@ -73,6 +73,13 @@ class PendingRequests:
         """Return a request, an empty one if it does not wait; to be read only."""
         return self._requests.get(req_context, _NOBODY)
 
+    def begin(self, req_context: ReqContext | None, now_s: float) -> PendingRequest:
+        """Return a request, which waits from now on if it did not; its deadline counts from its first wait."""
+        request = self._requests.get(req_context)
+        if request is None:
+            request = self._requests[req_context] = PendingRequest(req_context, now_s + self._deadline_s)
+        return request
+
     def wait(
         self,
         req_context: ReqContext | None,
@@ -82,9 +89,7 @@ class PendingRequests:
         now_s: float,
     ) -> None:
         """Record that a request waits, and hold the leading keys that are ready for it."""
-        request = self._requests.get(req_context)
-        if request is None:
-            request = self._requests[req_context] = PendingRequest(req_context, now_s + self._deadline_s)
+        request = self.begin(req_context, now_s)
         request.wanted.update(in_tiers)
         first = len(request.prefix)
         if first > num_ready or request.prefix != keys[:first]:

@@ -77,7 +77,11 @@ class Promotion:
         request = self._pending.of(req_context)
         if job is not None:
             return not job.is_overdue and request.may_wait(self._pending.clock())
-        return key in request.wanted or self._pool.states([key]) != bytes([ABSENT])
+        if key in request.wanted or self._pool.states([key]) == bytes([ABSENT]):
+            return key in request.wanted
+        # The engine is storing the block: for that the request waits no longer than for a tier.
+        now_s = self._pending.clock()
+        return req_context is None or self._pending.begin(req_context, now_s).may_wait(now_s)
 
     def is_awaited(self, key: bytes, req_context: ReqContext | None) -> bool:
         """Return whether this request waits for a job that reads a block: nothing changes if it asks again."""

@@ -378,3 +378,19 @@ def test_labels_survive_a_restart():
     parts = {"model": SimpleNamespace(name="org/model"), "parallel": SimpleNamespace(data_parallel_index=1)}
     labels = KVCacheOffloadingSpec._labels(SimpleNamespace(config=SimpleNamespace(**parts)))
     assert labels == {"engine": f"org/model@{socket.gethostname()}", "rank": "1"}
+
+
+def test_wait_for_store_ends_at_deadline(monkeypatch):
+    times_s = iter([0.0, 1.9, 2.0, 9.0, 9.0])
+    monkeypatch.setattr(KVCacheOffloadingManager, "clock", lambda self: next(times_s))
+    ours, keys = manager(), keys_of("a", 3)
+    ours.lookup_deadline_s = 2.0
+    storing, asking = request(ours, "stores", keys), request(ours, "asks", keys)
+    ours.prepare_store(keys, storing)
+    answers = [ours.lookup(keys[0], asking) for _ in range(4)]
+    assert answers == [LookupResult.HIT_PENDING] * 2 + [LookupResult.MISS] * 2
+    ours.complete_store(keys[:1], storing)
+    assert ours.lookup(keys[0], asking) == LookupResult.HIT
+    # A load ends the wait; the next one has a deadline of its own.
+    ours.prepare_load(keys[:1], asking)
+    assert ours.lookup(keys[1], asking) == LookupResult.HIT_PENDING

@@ -7,6 +7,7 @@ keys of its prompt are used and ordered, so that blocks found on the device stay
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -33,6 +34,7 @@ from kvcache.tiers.base.tier import TierStats
 
 RESULTS = (LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT, LookupResult.RETRY)
 """vLLM's answer per state that a manager's `status` returns: absent, pending, ready, ask again."""
+_PENDING = LookupResult.HIT_PENDING
 
 
 class EngineRequest(ReqContext):
@@ -41,7 +43,7 @@ class EngineRequest(ReqContext):
     The context holds the end position of each key's block; vLLM adds positions while the request runs.
     """
 
-    __slots__ = ("has_ended", "has_used_path", "may_load_below", "promoted", "transfers")
+    __slots__ = ("has_ended", "has_used_path", "may_load_below", "promoted", "transfers", "waits_until_s")
 
     def __init__(self, req_context: Any) -> None:
         super().__init__(req_context.req_id, req_context.kv_transfer_params)
@@ -53,6 +55,8 @@ class EngineRequest(ReqContext):
         self.transfers: list[tuple[int, list[bytes]]] = []
         # Keys that were not in host memory at their first look-up: if they are loaded, a tier promoted them.
         self.promoted: set[bytes] = set()
+        # When it stops waiting for blocks that are being stored.
+        self.waits_until_s: float | None = None
         self.may_load_below: bool = req_context.load_tier_filter.allows(Medium.STORAGE, None)
         self.set_offload_key_positions(req_context._offload_key_positions)
 
@@ -104,6 +108,8 @@ class KVCacheOffloadingManager(OffloadingManager):
     spec_type: Any = None
     what_if_log: Background | None = None
     path_group: int | None = None
+    lookup_deadline_s = 5.0
+    clock = staticmethod(time.monotonic)
 
     def __init__(self, manager: CPUOffloadingManager | TieredOffloadingManager, release: Release) -> None:
         self._manager = manager
@@ -123,7 +129,15 @@ class KVCacheOffloadingManager(OffloadingManager):
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         # The method is looked up each time, because a recorder or a timer may wrap it later.
-        return RESULTS[self._manager.status(key)]
+        result = RESULTS[self._manager.status(key)]
+        return self._while_stored(req_context) if result is _PENDING else result
+
+    def _while_stored(self, req_context: Any) -> LookupResult:
+        """Return the answer for a block that is being stored: a hit, unless the request has waited long enough."""
+        ours, now_s = req_context.get_state(EngineRequest), self.clock()
+        if ours.waits_until_s is None:
+            ours.waits_until_s = now_s + self.lookup_deadline_s
+        return _PENDING if now_s < ours.waits_until_s else LookupResult.MISS
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         return CacheHitSource.HOST
@@ -132,6 +146,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         ours, keys = self._used(req_context), list(keys)
         spec = self._manager.prepare_load(keys, ours)
         ours.begin_transfer(keys, self._num_resets)
+        ours.waits_until_s = None
         return spec if self.spec_type is None else self._engine_spec(spec)
 
     def _used(self, req_context: Any) -> EngineRequest:

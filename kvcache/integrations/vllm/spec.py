@@ -193,6 +193,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
             adapter = KVCacheOffloadingManager(manager, installed_release())
         if self.settings.group_windows is not None:
             adapter.path_group = self.settings.group_windows.index(None)
+        adapter.lookup_deadline_s = self.settings.lookup_deadline_s
         adapter.what_if_log = log_what_if(manager) if self.settings.what_if else None
         adapter.info = (self.num_blocks, self.num_blocks * self.block_bytes)
         adapter.spec_type = self.copies.spec_type

@@ -127,7 +127,8 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         if self._watch is not None:
             self._watch.on_lookup(ours.req_id, ours.get_offload_key_position(key))
         if not ours.may_load_below:
-            return RESULTS[self._tiered.pool.states([key])[0]]
+            result = RESULTS[self._tiered.pool.states([key])[0]]
+            return self._while_stored(req_context) if result is RESULTS[PENDING] else result
         status = self._tiered.status(key, ours)
         if status in (PENDING, ASK_AGAIN) and self._tiered.policy.get(key) is None:
             ours.promoted.add(key)
