@@ -43,8 +43,6 @@ def run_all(calls: Iterable[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-ADVANCED = "advanced"
-"""The key of the mapping that holds options which only a few users need."""
 # A bare letter is binary, as `free`, `ls` and `truncate` read it.
 _SIZE_UNITS: dict[str, int | Fraction] = {"": 1, "b": 1}
 _SIZE_UNITS |= {f"{letter}{tail}": 1 << 10 * power for power, letter in enumerate("kmgtp", 1) for tail in ("", "ib")}
@@ -177,13 +175,12 @@ parse_threads = count_from(1, _MOST_THREADS)
 """Parses a number of threads."""
 
 
-def option(parse: Parser, default: Any = MISSING, *, when: str, advanced: bool = False) -> Any:
+def option(parse: Parser, default: Any = MISSING, *, when: str, rare: bool = False) -> Any:
     """Declare an option as a field of an `Options` class; without a default it is required.
 
-    `when` ends the sentence "set it when ..." in the documentation. Users write `advanced` options inside the mapping
-    ``advanced``.
+    `when` ends the sentence "set it when ..." in the documentation, which marks `rare` options as rarely needed.
     """
-    return field(default=default, metadata={"parse": parse, "when": when, "advanced": advanced})
+    return field(default=default, metadata={"parse": parse, "when": when, "rare": rare})
 
 
 @dataclass(frozen=True)
@@ -209,37 +206,23 @@ class Options:
         return {field.name: field for field in fields(cls) if "parse" in field.metadata}
 
     @classmethod
-    def keys(cls) -> frozenset[str]:
-        """Return the keys of the mapping that `parse` takes."""
-        return frozenset(ADVANCED if field.metadata["advanced"] else name for name, field in cls.declared().items())
-
-    @classmethod
     def parse(cls, given: Mapping[str, Any], where: str = "") -> Self:
-        """Parse the options as a user wrote them, advanced ones inside ``advanced``; None counts as left out.
+        """Parse the options as a user wrote them; None counts as left out.
 
-        OptionError names each option that is missing, invalid, unknown or not in its place. `where` is the name of
-        `given` in errors, in place of the class's own.
+        OptionError names each option that is missing, invalid or unknown. `where` is the name of `given` in errors, in
+        place of the class's own.
         """
         where = where or cls.where or cls.__name__
-        inside = _advanced_of(given, where)
         declared = cls.declared()
 
         def value_of(name: str, field: Field[Any]) -> Any:
-            home, other = (inside, given) if field.metadata["advanced"] else (given, inside)
-            if other.get(name) is not None:
-                place = f"inside {ADVANCED!r}" if home is inside else f"beside {ADVANCED!r}"
-                raise ValueError(f"{name} in {where} must be written {place}, got {other[name]!r}")
-            if home.get(name) is None and field.default is MISSING:
+            if given.get(name) is None and field.default is MISSING:
                 raise ValueError(f"{where} needs {name!r}, got {without_secrets(given)!r}")
-            return _parsed(field, home.get(name), f" in {where}")
+            return _parsed(field, given.get(name), f" in {where}")
 
         def refuse_unknown() -> None:
-            places = {
-                name: f"{ADVANCED}.{name}" if field.metadata["advanced"] else name for name, field in declared.items()
-            }
-            if unknown := name_unknown([*(name for name in given if name != ADVANCED), *inside], places):
-                known = ", ".join(places.values()) or "none"
-                raise ValueError(f"unknown options of {where}: {unknown}; known ones: {known}")
+            if unknown := name_unknown(given, declared):
+                raise ValueError(f"unknown options of {where}: {unknown}; known ones: {', '.join(declared) or 'none'}")
 
         values = run_all([*(partial(value_of, *item) for item in declared.items()), refuse_unknown])
         # The constructor would parse again, and name another place in errors.
@@ -252,8 +235,7 @@ class Options:
     @classmethod
     def parse_part(cls, given: Mapping[str, Any], where: str = "") -> Self:
         """Parse the options of this class in the mapping of an engine, which may hold keys of other components."""
-        names = {*cls.declared(), *cls.keys()}
-        return cls.parse({name: value for name, value in given.items() if name in names}, where)
+        return cls.parse(split(given, cls.declared())[0], where)
 
     def check_together(self, where: str) -> None:
         """Raise ValueError if options do not fit each other; called once all of them are valid."""
@@ -272,8 +254,8 @@ class Options:
 
     @classmethod
     def as_markdown(cls) -> str:
-        """Return a table of the options: name, kind of value, default, and when to set it."""
-        lines = ["| option | value | default | set it when |", "|---|---|---|---|"]
+        """Return a table of the options: name, kind of value, default, whether few need it, and when to set it."""
+        lines = ["| option | value | default | rarely needed | set it when |", "|---|---|---|---|---|"]
         for name, declared in cls.declared().items():
             kind = declared.metadata["parse"].__name__
             for prefix in ("_", "parse_", "check_"):
@@ -281,20 +263,10 @@ class Options:
             if not kind.startswith("`"):
                 kind = kind.replace("_", " ")
             default = "required" if declared.default is MISSING else f"`{json.dumps(declared.default)}`"
-            shown = f"`{ADVANCED}.{name}`" if declared.metadata["advanced"] else f"`{name}`"
-            when = declared.metadata["when"]
-            lines.append(f"| {shown} | {kind} | {'' if declared.default is None else default} | {when} |")
+            default = "" if declared.default is None else default
+            rare, when = "yes" if declared.metadata["rare"] else "", declared.metadata["when"]
+            lines.append(f"| `{name}` | {kind} | {default} | {rare} | {when} |")
         return "\n".join(lines) + "\n"
-
-
-@dataclass(frozen=True)
-class GivenOptions(Options):
-    """The mapping that a user wrote, of a class that parses it itself or takes all keys."""
-
-    given: Mapping[str, Any]
-
-    def arguments(self, *left_out: str) -> dict[str, Any]:
-        return {name: value for name, value in self.given.items() if name not in left_out}
 
 
 class Configurable:
@@ -302,11 +274,11 @@ class Configurable:
 
     Attributes
     ----------
-    options_type : type of Options or None
-        Of the class: the options that users write beside ``type``; None: the constructor gets all keys as they are.
+    options_type : type of Options
+        Of the class: the options that users write beside ``type``. Default: it has none.
     """
 
-    options_type: ClassVar[type[Options] | None] = None
+    options_type: ClassVar[type[Options]] = Options
 
     @classmethod
     def unavailable_reason(cls, options: Any) -> str:
@@ -314,8 +286,8 @@ class Configurable:
 
         Parameters
         ----------
-        options : Options or mapping
-            What `make` takes; what `from_config` takes if the class has its own.
+        options : Options
+            An object of `options_type`.
         """
         return ""
 
@@ -347,18 +319,16 @@ class Configurable:
         return cls(*context, **options.arguments())
 
     @classmethod
-    def from_config(cls, options: Mapping[str, Any], *context: Any, **named: Any) -> Self:
+    def from_config(cls, options: Mapping[str, Any], *context: Any) -> Self:
         """Make an instance of the options as a user wrote them, without ``type`` and what the manager itself reads.
-
-        A class that must parse its options itself overrides it; `make` is not called then.
 
         Raises
         ------
         ValueError
             An option is missing, unknown or invalid, or does not fit the context.
         """
-        parsed = GivenOptions(options) if cls.options_type is None else cls.options_type.parse(options)
-        return cls.make(parsed, *context, **named)
+        made: Self = Component.parse(cls, options).make(*context)
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,21 +341,16 @@ class Component:
     @classmethod
     def parse(cls, component: type[Configurable], given: Mapping[str, Any]) -> Component:
         """Parse the options of a component, `given` without its ``type``."""
-        options = GivenOptions(given) if component.options_type is None else component.options_type.parse(given)
-        # A class with its own `from_config` gets what the user wrote.
-        is_own = component.from_config.__qualname__ != Configurable.from_config.__qualname__
-        return cls(component, GivenOptions(given) if is_own else options)
+        table = component.options_type
+        return cls(component, table.parse(given, table.where or component.__name__))
 
     def make(self, *context: Any) -> Any:
         """Make the component; see `Configurable.make`."""
-        if isinstance(self.options, GivenOptions):
-            return self.cls.from_config(self.options.given, *context)
         return self.cls.make(self.options, *context)
 
     def unavailable_reason(self) -> str:
         """Return why the component cannot be opened now, or ""."""
-        options = self.options.given if isinstance(self.options, GivenOptions) else self.options
-        reason: str = self.cls.unavailable_reason(options)
+        reason: str = self.cls.unavailable_reason(self.options)
         return reason
 
     def describe(self) -> dict[str, Any]:
@@ -394,21 +359,14 @@ class Component:
 
 
 def split(given: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of `given` with these names, and the others; those inside ``advanced`` stay inside.
+    """Return the options of `given` with these names, and the others.
 
-    >>> split({"path": "kv", "advanced": {"pause_s": 2}}, ["pause_s"])
-    ({'advanced': {'pause_s': 2}}, {'path': 'kv'})
+    >>> split({"path": "kv", "pause_s": 2}, ["pause_s"])
+    ({'pause_s': 2}, {'path': 'kv'})
     """
     parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for name, value in given.items():
-        if name != ADVANCED:
-            parts[name not in names][name] = value
-        elif isinstance(value, Mapping):
-            for inner, option_value in value.items():
-                parts[inner not in names].setdefault(ADVANCED, {})[inner] = option_value
-        elif value is not None:
-            # Whichever class parses the first part refuses it.
-            parts[0][ADVANCED] = value
+        parts[name not in names][name] = value
     return parts
 
 
@@ -422,17 +380,8 @@ def _parsed(field: Field[Any], value: Any, place: str) -> Any:
     return field.metadata["parse"](f"{field.name}{place}", value)
 
 
-def _advanced_of(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    inside = given.get(ADVANCED)
-    if inside is not None and not isinstance(inside, Mapping):
-        raise ValueError(f"{ADVANCED} in {where} must be a dict of options, got {inside!r}")
-    return inside or {}
-
-
 def name_unknown(given: Iterable[str], known: Collection[str]) -> str:
     """Return the keys of `given` that are not `known`, each with the known key that it resembles, or "".
-
-    If `known` is a mapping, its values are shown in place of the keys.
 
     >>> name_unknown({"cache_polcy": "arc", "zzz": 1}, ["cache_policy", "tiers"])
     "cache_polcy (did you mean 'cache_policy'?), zzz"
@@ -440,7 +389,6 @@ def name_unknown(given: Iterable[str], known: Collection[str]) -> str:
     named = []
     for name in sorted(str(name) for name in given if name not in known):
         close = difflib.get_close_matches(name, sorted(known), n=1)
-        close = [known[key] if isinstance(known, Mapping) else key for key in close]
         named.append(f"{name} (did you mean {close[0]!r}?)" if close else name)
     return ", ".join(named)
 

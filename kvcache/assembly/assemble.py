@@ -137,7 +137,7 @@ def parse_kind(
 
     def refuse_manager_options() -> None:
         if of_manager:
-            names = ", ".join(sorted(of_manager.pop("advanced", {}).keys() | of_manager.keys()))
+            names = ", ".join(sorted(of_manager))
             raise ValueError(f"the engine decides what {options_type.where} stores and loads: omit {names}")
 
     parse_medium = partial(parse_tier_of, options["kind"], of_tier)
@@ -220,25 +220,25 @@ class OffloadSettings(Options):
         check_prefill_rate, None, when="a tier has an `arbiter`, and its first decisions must not wait for measurements"
     )
     max_tracker_size: int = option(
-        parse_count, 64_000, when="`store_threshold` must remember more keys that were offered", advanced=True
+        parse_count, 64_000, when="`store_threshold` must remember more keys that were offered", rare=True
     )
     retention_share: float = option(
-        parse_share, 0.5, when="hints may raise the priority of more, or fewer, of all blocks", advanced=True
+        parse_share, 0.5, when="hints may raise the priority of more, or fewer, of all blocks", rare=True
     )
     num_copy_threads: int | None = option(
-        parse_threads, None, when="copies without an accelerator are to use more or fewer threads", advanced=True
+        parse_threads, None, when="copies without an accelerator are to use more or fewer threads", rare=True
     )
     time_calls: bool = option(
-        parse_flag, True, when="histograms of calls and of block ages are not worth their cost", advanced=True
+        parse_flag, True, when="histograms of calls and of block ages are not worth their cost", rare=True
     )
     record_max_bytes: int = option(
-        parse_size, DEFAULT_MAX_BYTES, when="a recording must take less disk, or reach further back", advanced=True
+        parse_size, DEFAULT_MAX_BYTES, when="a recording must take less disk, or reach further back", rare=True
     )
     record_salt: str | None = option(
-        parse_text, None, when="recordings of several engines must hash a key alike", advanced=True
+        parse_text, None, when="recordings of several engines must hash a key alike", rare=True
     )
     pool_path: str | None = option(
-        parse_text, None, when="with tiers: manager and workers must agree on the file of the pool", advanced=True
+        parse_text, None, when="with tiers: manager and workers must agree on the file of the pool", rare=True
     )
 
     def check_together(self, where: str) -> None:

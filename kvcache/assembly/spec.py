@@ -159,7 +159,7 @@ class OffloadingSpec(ABC):
         that does not read them.
     """
 
-    option_names: ClassVar[Set[str]] = SpecOptions.keys()
+    option_names: ClassVar[Set[str]] = SpecOptions.declared().keys()
 
     def __init__(self, config: OffloadingConfig) -> None:
         if not isinstance(config, OffloadingConfig):
@@ -257,7 +257,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         See `OffloadingSpec`; or the pool's size is missing, given twice, or less than one block.
     """
 
-    option_names = (OffloadingSpec.option_names | OffloadSettings.keys()) - {"tiers"}
+    option_names = (OffloadingSpec.option_names | OffloadSettings.declared().keys()) - {"tiers"}
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -335,7 +335,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         See `CPUOffloadingSpec`; or a tier's options are invalid.
     """
 
-    option_names = OffloadingSpec.option_names | OffloadSettings.keys()
+    option_names = OffloadingSpec.option_names | OffloadSettings.declared().keys()
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)

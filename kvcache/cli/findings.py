@@ -41,7 +41,7 @@ _PLUGIN_KEYS = frozenset({"module_path", "class_name"})
 """The keys by which SGLang and LMCache name a plug-in's class."""
 _LEAST_POOL_BYTES = 1 << 20
 """Less than a block of any model that is served."""
-_SPEC_KEYS = OffloadSettings.keys() | SpecOptions.keys()
+_SPEC_KEYS = OffloadSettings.declared().keys() | SpecOptions.declared().keys()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,9 +40,9 @@ def option_tables() -> dict[str, tuple[str, type[Options]]]:
     for registry in (TIERS, CODECS, EXPORTERS):
         for name in registry.names():
             try:
-                table = getattr(registry.resolve(name), "options_type", None)
+                table = registry.resolve(name).options_type
             except ValueError:
                 continue
-            if table is not None and table.declared():
+            if table.declared():
                 tables[name] = (f"{registry.kind.capitalize()} `{name}`", table)
     return tables

@@ -70,13 +70,13 @@ class TierConfig(Options):
         parse_count,
         64,
         when="writes need more blocks under way to be fast, or must hold less of the pool",
-        advanced=True,
+        rare=True,
     )
     max_failures: int = option(
-        parse_count, 3, when="the tier must be paused after fewer, or more, failed jobs in a row", advanced=True
+        parse_count, 3, when="the tier must be paused after fewer, or more, failed jobs in a row", rare=True
     )
     pause_s: float = option(
-        parse_duration, 5.0, when="a tier that failed must be tried again sooner, or later", advanced=True
+        parse_duration, 5.0, when="a tier that failed must be tried again sooner, or later", rare=True
     )
     arbiter: bool = option(
         parse_flag, False, when="loading may take longer than computing the blocks; it is `true` by default for `s3`"

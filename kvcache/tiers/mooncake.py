@@ -93,23 +93,23 @@ class MooncakeOptions(Options):
     device: str = option(parse_text, "", when="with `rdma`: the names of the devices, comma-separated")
     lend_bytes: int = option(parse_size, 0, when="this process lends memory to the store until it ends")
     timeout_s: float = option(parse_duration, 2.0, when="a healthy master or node may take longer to answer")
-    soft_pin: bool = option(parse_flag, False, when="the store must evict other values before these", advanced=True)
+    soft_pin: bool = option(parse_flag, False, when="the store must evict other values before these", rare=True)
     soft_pin_ttl_s: float | None = option(
-        parse_duration, None, when="a soft pin must end at another time than the master's", advanced=True
+        parse_duration, None, when="a soft pin must end at another time than the master's", rare=True
     )
     metadata_server: str = option(
-        parse_text, "P2PHANDSHAKE", when="your nodes find each other through a metadata server", advanced=True
+        parse_text, "P2PHANDSHAKE", when="your nodes find each other through a metadata server", rare=True
     )
     hostname: str | None = option(
-        parse_text, None, when="other nodes reach this one under another address than the master does", advanced=True
+        parse_text, None, when="other nodes reach this one under another address than the master does", rare=True
     )
-    tenant: str = option(parse_text, "default", when="the master itself separates tenants", advanced=True)
-    num_threads: int = option(parse_threads, 2, when="checksums are to use more threads", advanced=True)
+    tenant: str = option(parse_text, "default", when="the master itself separates tenants", rare=True)
+    num_threads: int = option(parse_threads, 2, when="checksums are to use more threads", rare=True)
     max_queued_bytes: int = option(
-        parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", advanced=True
+        parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", rare=True
     )
     max_batch_blocks: int = option(
-        parse_count, 16, when="`kvcache bench tier` is faster with another number", advanced=True
+        parse_count, 16, when="`kvcache bench tier` is faster with another number", rare=True
     )
     codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
@@ -139,7 +139,7 @@ class MooncakeTier(SharedStoreTier):
     codec : Codec, optional
         Encodes the blocks.
     **options
-        The tier's other options, advanced ones too; see :doc:`/howto/options`.
+        The tier's other options; see :doc:`/howto/options`.
 
     Raises
     ------

@@ -101,10 +101,10 @@ class S3Options(Options):
         parse_text, None, when="the certificate of the store is signed by an authority of your own"
     )
     num_threads: int = option(
-        parse_threads, 16, when="the link needs more, or fewer, requests under way", advanced=True
+        parse_threads, 16, when="the link needs more, or fewer, requests under way", rare=True
     )
     max_queued_bytes: int = option(
-        parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", advanced=True
+        parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", rare=True
     )
     codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes, or be encrypted")
 
@@ -123,7 +123,7 @@ class S3Tier(SharedStoreTier):
     codec : Codec, optional
         Encodes the blocks.
     **options
-        The tier's other options, advanced ones too; see :doc:`/howto/options`.
+        The tier's other options; see :doc:`/howto/options`.
 
     Raises
     ------

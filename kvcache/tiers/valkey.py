@@ -83,13 +83,13 @@ class ValkeyOptions(Options):
     ca_file: str | None = option(
         parse_text, None, when="the certificate of a TLS server is signed by an authority of your own"
     )
-    username: str | None = option(parse_text, None, when="the server needs one that is not in `url`", advanced=True)
-    num_threads: int = option(parse_threads, 2, when="one connection each way does not fill the link", advanced=True)
+    username: str | None = option(parse_text, None, when="the server needs one that is not in `url`", rare=True)
+    num_threads: int = option(parse_threads, 2, when="one connection each way does not fill the link", rare=True)
     max_queued_bytes: int = option(
-        parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", advanced=True
+        parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", rare=True
     )
     max_batch_blocks: int = option(
-        parse_count, 16, when="`kvcache bench tier` is faster with another number", advanced=True
+        parse_count, 16, when="`kvcache bench tier` is faster with another number", rare=True
     )
     codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
@@ -109,7 +109,7 @@ class ValkeyTier(SharedStoreTier):
     codec : Codec, optional
         Encodes the blocks.
     **options
-        The tier's other options, advanced ones too; see :doc:`/howto/options`.
+        The tier's other options; see :doc:`/howto/options`.
 
     Raises
     ------

@@ -26,7 +26,7 @@ def start(**options):
 
 def test_start_logs_configuration_in_one_line(monkeypatch, caplog):
     monkeypatch.setenv("KVCACHE_LOG", "info")
-    start(cache_policy="arc", advanced={"retention_share": "25%"})
+    start(cache_policy="arc", retention_share="25%")
     (line,) = [one.getMessage() for one in caplog.records if one.name.startswith("kvcache")]
     found = json.loads(line.removeprefix("offloading starts: "))
     assert (found["block_size"], found["num_blocks"], found["cache_policy"]) == (16, 8, "arc")

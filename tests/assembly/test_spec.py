@@ -89,7 +89,7 @@ def test_bytes_are_shared_by_all_workers():
         ([16], {"cache_policy": "lur"}, "unknown policy 'lur', known ones: .*lru"),
         ([16], {"enable_events": "yes"}, "enable_events in extra_config must be a bool"),
         ([16], {"store_threshold": "two"}, "store_threshold in extra_config must be a whole number >= 0, .* got 'two'"),
-        ([16], {"advanced": {"num_copy_threads": 0}}, "num_copy_threads in extra_config must be .* got 0"),
+        ([16], {"num_copy_threads": 0}, "num_copy_threads in extra_config must be .* got 0"),
         ([16], {"tiers": []}, "tiers need spec_name 'tiering'"),
         ([16], {"exporters": "status"}, "must be a list of names or dicts"),
         ([16], {"exporters": [{"path": "/x"}]}, "an exporter needs a type"),
@@ -174,8 +174,7 @@ def test_foreign_spec_warns_of_unknown_options(caplog):
 
 
 def test_managers_own_options_reach_it():
-    advanced = {"max_tracker_size": 100, "retention_share": 0.25}
-    extra = {"store_threshold": 2, "what_if": 4096, "advanced": advanced}
+    extra = {"store_threshold": 2, "what_if": 4096, "max_tracker_size": 100, "retention_share": 0.25}
     manager = CPUOffloadingSpec(config_of(extra=extra)).get_manager()
     assert manager.prepare_store([b"a"]).keys_to_store == []
     assert manager.prepare_store([b"a"]).keys_to_store == [b"a"]

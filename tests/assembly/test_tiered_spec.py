@@ -33,7 +33,7 @@ def config_of(tmp_path, rank=0, world_size=1, model_name="m", **extra):
         "num_cpu_blocks": 4,
         "tiers": tiers,
         "lookup_deadline_s": 20.0,
-        "advanced": {"pool_path": f"/dev/shm/kvcache-test-{os.getpid()}-{tmp_path.name}"},
+        "pool_path": f"/dev/shm/kvcache-test-{os.getpid()}-{tmp_path.name}",
     } | extra
     refs = (CanonicalKVCacheRef(0, PAGE_BYTES), CanonicalKVCacheRef(1, PAGE_BYTES))
     groups = (OffloadingGroup(16, ("a", "b"), refs),)
@@ -109,7 +109,7 @@ def test_blocks_of_ranks_return_from_disk(tmp_path, world_size):
                 assert torch.equal(tensor, expected)
     finally:
         manager.shutdown()
-    assert not Path(configs[0].extra_config["advanced"]["pool_path"]).exists()
+    assert not Path(configs[0].extra_config["pool_path"]).exists()
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_another_model_is_refused(tmp_path):
     make_spec(config_of(tmp_path)).get_manager().shutdown()
     with pytest.raises(ValueError, match=r"another fingerprint: [a-z_.]*model[a-z_.]* .* is not 'other'; choose"):
         make_spec(config_of(tmp_path, model_name="other")).get_manager()
-    assert not Path(config_of(tmp_path).extra_config["advanced"]["pool_path"]).exists()
+    assert not Path(config_of(tmp_path).extra_config["pool_path"]).exists()
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_another_model_is_refused(tmp_path):
     [
         ({"capacity": "2000P"}, {}, "capacity in a disk tier must be bytes .*, got '2000P'"),
         ({"cache_policy": dict}, {}, "cache_policy in a disk tier: policy <class 'dict'> must be a subclass"),
-        ({"advanced": {"num_threads": 10**6}}, {}, "num_threads in a disk tier must be at most 1024, got 1000000"),
+        ({"num_threads": 10**6}, {}, "num_threads in a disk tier must be at most 1024, got 1000000"),
         ({"path": "a\0b"}, {}, r"path in a disk tier must be a str .*, got 'a\\x00b'"),
         ({}, {"num_cpu_blocks": 1 << 63}, "num_cpu_blocks in extra_config must be at most 1073741823, got"),
         ({}, {"block_size": 1 << 53}, "shared pool .* bytes.* too large"),
@@ -184,7 +184,7 @@ def test_another_model_is_refused(tmp_path):
 )
 def test_spec_out_of_range_creates_nothing(tmp_path, tier, others, message):
     options = config_of(tmp_path).extra_config
-    options["advanced"]["pool_path"] = str(tmp_path / "pool")
+    options["pool_path"] = str(tmp_path / "pool")
     options["tiers"] = [tier if "type" in tier else options["tiers"][0] | tier]
     with pytest.raises(ValueError, match=message):
         make_spec(config_of(tmp_path, **options | others)).get_manager()
@@ -216,7 +216,7 @@ def test_bad_options_name_the_value(tmp_path, extra, fault):
 
 
 def test_pool_in_use_has_agreed_size(tmp_path):
-    path = Path(config_of(tmp_path).extra_config["advanced"]["pool_path"])
+    path = Path(config_of(tmp_path).extra_config["pool_path"])
     path.write_bytes(bytes(5))
     path.chmod(0o600)
     try:

@@ -138,7 +138,7 @@ def test_recording_that_exists_needs_no_room(monkeypatch, tmp_path):
     for name in ("log", "log.1"):
         (tmp_path / name).write_bytes(b"KVCLOG\r\n" + bytes((1 << 20) - 8))
     monkeypatch.setattr(findings_module.shutil, "disk_usage", lambda _: SimpleNamespace(total=80 << 20, free=0))
-    given = {"num_cpu_blocks": 8, "record": str(tmp_path / "log"), "advanced": {"record_max_bytes": "2MiB"}}
+    given = {"num_cpu_blocks": 8, "record": str(tmp_path / "log"), "record_max_bytes": "2MiB"}
     assert [finding.text for finding in check_config(given) if finding.level == "error"] == []
 
 

@@ -57,7 +57,7 @@ def test_read_settings_accepts_json_numbers():
     assert read_settings(
         {"spec_name": "X", "cpu_bytes_to_use": 1e9, "cache_policy": "arc", "store_threshold": 2.0}
     ) == OffloadSettings(cpu_bytes_to_use=10**9, cache_policy="arc", store_threshold=2)
-    found = read_settings({"cpu_bytes_to_use": "1.5GiB", "advanced": {"retention_share": "25%"}, "what_if": True})
+    found = read_settings({"cpu_bytes_to_use": "1.5GiB", "retention_share": "25%", "what_if": True})
     assert (found.cpu_bytes_to_use, found.retention_share, found.what_if) == (3 << 29, 0.25, True)
 
 
@@ -96,8 +96,8 @@ def test_read_settings_reads_tiers(tmp_path):
         ({"cache_policy": "lur"}, "unknown policy 'lur', known ones: lru, arc.*did you mean 'lru'"),
         ({"eviction_policy": "arc"}, "kvcache reads 'cache_policy', not 'eviction_policy'='arc'"),
         ({"canonical_layout": True, "data_plane": "kvcache"}, "does not support 'canonical_layout'"),
-        ({"advanced": {"pool_path": "/x"}, "tiers": [{"type": "memory", "capacity": 1}]}, "pool_path"),
-        ({"num_copy_threads": 2}, "num_copy_threads in .* must be written inside 'advanced', got 2"),
+        ({"pool_path": "/x", "tiers": [{"type": "memory", "capacity": 1}]}, "pool_path"),
+        ({"num_copy_threads": -2}, "num_copy_threads in .* must be a whole number >= 1"),
         ({"tiers": []}, f"tiers in {WHERE} must be a list of dicts, at least one, got"),
         ({"tiers": DISK}, f"tiers in {WHERE} must be a list of dicts, at least one, got"),
         ({"tiers": [{"path": "kv"}]}, "a tier needs a type"),

@@ -49,8 +49,8 @@ def main():
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:
         path = Path(folder)
         adapters = {"fs": create_l2_adapter(FSL2AdapterConfig(str(path / "fs")))}
-        for name, advanced in (("kvcache", {}), ("direct", {"page_cache": False})):
-            params = {"kind": "disk", "path": str(path / name), "capacity": "1GiB", "advanced": advanced}
+        for name, options in (("kvcache", {}), ("direct", {"page_cache": False})):
+            params = {"kind": "disk", "path": str(path / name), "capacity": "1GiB", **options}
             adapters[name] = create_l2_adapter(PluginL2AdapterConfig(**PLUGIN, adapter_params=params))
         for adapter in adapters.values():
             adapter.set_backend_identity("bench")

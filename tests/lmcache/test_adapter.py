@@ -160,7 +160,7 @@ def test_damaged_objects_are_misses(harness, tmp_path, damage, is_live):
 
 @pytest.mark.parametrize("method", ["read_payload", "write_payload"])
 def test_hanging_disk_ends_tasks(harness, monkeypatch, method):
-    l2, gate = harness(deadline_s=0.3, advanced={"pause_s": 0.1}), threading.Event()
+    l2, gate = harness(deadline_s=0.3, pause_s=0.1), threading.Event()
     held, new = objects(range(4)), objects(range(4, 8))
     l2.store(held)
     move = getattr(BlockStore, method)
@@ -212,7 +212,7 @@ def test_hanging_deletes_end_after_deadline(harness, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
 def test_full_disk_fails_stores_only(harness, monkeypatch, number):
-    l2, held = harness(advanced={"pause_s": 0.05}), objects(range(4))
+    l2, held = harness(pause_s=0.05), objects(range(4))
     l2.store(held)
 
     def refuse(*args):
@@ -243,7 +243,7 @@ def test_task_that_waited_too_long_fails(harness, monkeypatch):
 
 
 def test_removed_directory_is_reported(harness, tmp_path):
-    l2, held = harness(advanced={"flush_interval_s": 0.05}), objects(range(4))
+    l2, held = harness(flush_interval_s=0.05), objects(range(4))
     l2.store({**held, **objects([0], 100_000, salt="other")})
     shutil.rmtree(tmp_path / "l2" / "objects-262144")
     end_s = time.monotonic() + 10

@@ -15,7 +15,7 @@ def test_server_serves_whole_objects_after_restarts(serve, tmp_path, monkeypatch
     port = free_port()
     exporter = {"type": "prometheus", "port": port}
     params = {"kind": "disk", "path": str(tmp_path / "l2"), "capacity": "24MiB", "exporters": [exporter]}
-    params["advanced"] = {"pause_s": 0.05, "flush_interval_s": 0.05}
+    params |= {"pause_s": 0.05, "flush_interval_s": 0.05}
     adapter = {"type": "plugin", **PLUGIN, "adapter_params": params}
     adapter["eviction"] = {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.1}
     server = serve(adapter)

@@ -30,8 +30,8 @@ def config_of(**options):
 
 def test_configuration_records_from_the_first_call(tmp_path):
     path = tmp_path / "run.kvlog"
-    advanced = {"record_max_bytes": "10MiB", "record_salt": "ours"}
-    spec = make_spec(config_of(record=str(path), cache_policy="arc", advanced=advanced))
+    options = {"record_max_bytes": "10MiB", "record_salt": "ours"}
+    spec = make_spec(config_of(record=str(path), cache_policy="arc", **options))
     manager = spec.get_manager()
     serve(manager)
     manager.shutdown()
@@ -41,7 +41,7 @@ def test_configuration_records_from_the_first_call(tmp_path):
 
 
 def test_bad_configuration_is_refused_at_start():
-    cases = ({"record": 5}, "record"), ({"record": "x", "advanced": {"record_max_bytes": "lots"}}, "record_max_bytes")
+    cases = ({"record": 5}, "record"), ({"record": "x", "record_max_bytes": "lots"}, "record_max_bytes")
     for options, name in cases:
         with pytest.raises(ValueError, match=name):
             make_spec(config_of(**options))
@@ -50,7 +50,7 @@ def test_bad_configuration_is_refused_at_start():
 
 
 def test_options_are_known_to_vllm_settings():
-    assert {"record", "advanced"} <= OUR_KEYS
+    assert {"record", "record_max_bytes"} <= OUR_KEYS
 
 
 def test_socket_command_toggles_a_recording(tmp_path):

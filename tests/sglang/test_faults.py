@@ -17,7 +17,7 @@ from test_disk_failures import FAULTS, FailingCalls
 from kvcache.integrations.sglang import storage
 from kvcache.lab.bench.servers import find_valkey, free_port, running_valkey
 
-QUICK = {"deadline_s": 0.3, "advanced": {"pause_s": 0.05, "flush_interval_s": 0.02}}
+QUICK = {"deadline_s": 0.3, "pause_s": 0.05, "flush_interval_s": 0.02}
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_hanging_disk_leaves_pool_alone(engine, calls, operation, interface_v1):
 
 
 def test_file_limit_fails_stores_only(engine):
-    limited = engine(extra={"advanced": QUICK["advanced"]})
+    limited = engine(extra={name: QUICK[name] for name in ("pause_s", "flush_interval_s")})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
     try:

@@ -109,7 +109,7 @@ def test_bad_options_are_named(engine):
         ({"shares": {"kv": 0.9, "mamba": 0.2}}, "at most 1 in all"),
         ({"shares": {"kv": 0}}, "must each be above 0"),
         ({"shares": {"mamba": 0.5}}, "must name the host pools"),
-        ({"write_policy": "write_through", "advanced": {"max_store_blocks": 9}}, "omit max_store_blocks, write_policy"),
+        ({"write_policy": "write_through", "max_store_blocks": 9}, "omit max_store_blocks, write_policy"),
         ({"arbiter": False, "num_uses": 2}, "what SGLang's storage backend stores and loads: omit arbiter, num_uses"),
     ):
         with pytest.raises(ValueError, match=text):

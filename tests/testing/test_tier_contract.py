@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from kvcache.options import Options
 from kvcache.request import ReqContext
 from kvcache.testing.tier_contract import TierContract
 from kvcache.testing.tiers import Faults, FaultyTier, ManualTier
@@ -169,7 +170,11 @@ def verdict_of(tier_class, tmp_path):
 WrongCount = type("WrongCount", (ManualTier,), {"lookup": lambda self, keys: len(keys)})
 Endless = type("Endless", (ManualTier,), {"lookup": lambda self, keys: threading.Event().wait()})
 Silent = type("Silent", (ManualTier,), {"get_finished": lambda self: []})
-Unmade = type("Unmade", (ManualTier,), {"from_config": classmethod(lambda cls, *args: None)})
+class NoOptions(Options):
+    """Declares that a tier can be configured."""
+
+
+Unmade = type("Unmade", (ManualTier,), {"options_type": NoOptions, "make": classmethod(lambda cls, *args: None)})
 
 
 class Grown(ManualTier):
@@ -191,8 +196,10 @@ class Scribbling(ManualTier):
 
 
 class Picky(ManualTier):
+    options_type = NoOptions
+
     @classmethod
-    def from_config(cls, options, host_blocks, fingerprint):
+    def make(cls, options, host_blocks, fingerprint):
         raise ValueError("needs 'size'")
 
 

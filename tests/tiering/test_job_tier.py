@@ -519,7 +519,7 @@ def test_memory_tier_comes_from_a_configuration(host):
         MemoryTier.from_config({"path": "x"}, host, {})
     with pytest.raises(ValueError, match="a memory tier needs 'capacity'"):
         MemoryTier.from_config({}, host, {})
-    with pytest.raises(ValueError, match=r"memory tier: spede; known ones: capacity, cache_policy, adv"):
+    with pytest.raises(ValueError, match=r"memory tier: spede; known ones: capacity, cache_policy, num_threads"):
         MemoryTier.from_config({"capacity": 64, "spede": 1}, host, {})
 
 

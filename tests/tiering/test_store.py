@@ -70,7 +70,7 @@ class GatedTier(MemoryTier):
 def gated():
     GatedTier.gate = threading.Event()
     GatedTier.gate.set()
-    entry = {"type": GatedTier, "capacity": "1MiB", "deadline_s": 0.05, "advanced": {"pause_s": 0.05}}
+    entry = {"type": GatedTier, "capacity": "1MiB", "deadline_s": 0.05, "pause_s": 0.05}
     store = open_store(parse_tier(entry), BLOCK_BYTES, {})
     yield store
     GatedTier.gate.set()
@@ -140,7 +140,7 @@ def test_restart_finds_blocks_and_recency(tmp_path):
 
 def test_deleted_blocks_stay_away_after_kill(tmp_path, monkeypatch):
     """The directory at the time when `delete` returns; one of the blocks is being read, and the first try fails."""
-    store = disk(tmp_path / "live", advanced={"flush_interval_s": 3600})
+    store = disk(tmp_path / "live", flush_interval_s=3600)
     assert all(put(store, range(4)))
     store._controller.tier.pin([key_of(1)])
     void = SlotTable.void
@@ -267,7 +267,7 @@ def test_cached_blocks_load_in_caller(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page_cache", [None, False])
 def test_direct_reads_run_in_threads(tmp_path, monkeypatch, page_cache):
     """Past the page cache every read waits for the disk. By default an engine's store is not past it."""
-    options = {} if page_cache is None else {"advanced": {"page_cache": page_cache}}
+    options = {} if page_cache is None else {"page_cache": page_cache}
     capacity = DiskTier.capacity_for(8, 4096)
     entry = {"type": "disk", "path": str(tmp_path), "capacity": capacity, **options}
     store = open_store(parse_tier(entry), 4096, {"model": "m"})

@@ -252,7 +252,7 @@ def test_bad_key_file_names_itself(tmp_path, content, message):
 
 def test_key_in_configuration_is_never_shown():
     secret = "ab" * 32
-    for codec in ({"key_file": secret}, {"key": secret}, {"key_file": secret, "advanced": {}}):
+    for codec in ({"key_file": secret}, {"key": secret}, {"key_file": secret, "unknown": 1}):
         with pytest.raises(ValueError, match=r"absolute path of a file|unknown options of codec") as caught:
             parse_tier({"type": "memory", "capacity": "1MiB", "codec": {"type": "aes_gcm", **codec}})
         assert secret not in str(caught.value)

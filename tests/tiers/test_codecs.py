@@ -31,10 +31,6 @@ class InvertingCodec(Codec):
     def __init__(self, block_bytes):
         self._block_bytes = block_bytes
 
-    @classmethod
-    def from_config(cls, options, block_bytes):
-        return cls(block_bytes)
-
     @property
     def max_bytes(self):
         return self._block_bytes
@@ -251,7 +247,7 @@ def test_codecs_share_nothing():
     prints = [
         {"type": "fp8", "dtype": "bfloat16"},
         {"type": "fp8", "dtype": "float16"},
-        {"type": "fp8", "dtype": "float16", "advanced": {"group": 64}},
+        {"type": "fp8", "dtype": "float16", "group": 64},
         {"type": "zstd", "level": 1},
         {"type": "zstd", "level": 1, "share": 0.5},
     ]
@@ -273,7 +269,7 @@ def test_codecs_share_nothing():
         ({"type": "fp8"}, "codec fp8 needs 'dtype'"),
         ({"type": "fp8", "dtype": "int8"}, "dtype in codec fp8 must be one of bfloat16, .* got 'int8'"),
         (
-            {"type": "fp8", "dtype": "bf16", "advanced": {"group": 1000}},
+            {"type": "fp8", "dtype": "bf16", "group": 1000},
             "whole groups of 1000 bf16 values, 2000 bytes, got 16384 bytes",
         ),
     ],

@@ -86,11 +86,11 @@ def both_tiers(
     """Make vLLM's manager over its fs tier, and over ours."""
     num_chunks = min(num_blocks, max(1, (1 << 30) // chunk_bytes))
     capacity = capacity_for(num_blocks, chunk_bytes)
-    advanced = {"max_store_blocks": num_blocks, "num_threads": num_threads}
+    options = {"max_store_blocks": num_blocks, "num_threads": num_threads}
     with tempfile.TemporaryDirectory(dir=folder) as path:
         entries = {
             "fs": {"type": "fs", "root_dir": f"{path}/fs"},
-            "KVCacheTier": tier_config("disk", path=f"{path}/kv", capacity=capacity, advanced=advanced),
+            "KVCacheTier": tier_config("disk", path=f"{path}/kv", capacity=capacity, **options),
         }
         engines = {
             name: EngineTiering([entry], num_chunks, bytes_per_block=chunk_bytes, enable_events=False)

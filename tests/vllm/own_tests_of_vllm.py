@@ -62,7 +62,7 @@ def options_of(view: memoryview, folder: str | None = None) -> dict[str, Any]:
         "valkey": {"url": WHERE, "salt": folder},
     }
     # By default a tier takes stores of half of the host blocks, of which these tests have five.
-    return {"kind": KIND, **options[KIND], "advanced": {"max_store_blocks": 1024}}
+    return {"kind": KIND, **options[KIND], "max_store_blocks": 1024}
 
 
 def real_spec(mock: Any) -> Any:

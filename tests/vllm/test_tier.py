@@ -300,7 +300,7 @@ def test_tier_hung_disk_holds_half_memory(make, disk, hang):
 
 def test_tier_keeps_bound_equal_to_default(make, disk, hang):
     # 64 is the default of other managers; here it is half of the host blocks.
-    engine = make(disk(advanced={"max_store_blocks": 64}), num_chunks=64)
+    engine = make(disk(max_store_blocks=64), num_chunks=64)
     with hang("write"):
         for number in range(40):
             engine.store(keys(number))

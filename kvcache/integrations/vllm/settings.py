@@ -44,7 +44,7 @@ ENGINE_KEYS = frozenset(
     }
 )
 _DECIDED_BY_ENGINE = frozenset({"num_cpu_blocks", "enable_events"})
-OUR_KEYS = OffloadSettings.keys() - _DECIDED_BY_ENGINE
+OUR_KEYS = OffloadSettings.declared().keys() - _DECIDED_BY_ENGINE
 DATA_PLANE = "data_plane"
 NODE_POOL = "node_pool"
 GROUP_WINDOWS = "group_windows"
@@ -81,7 +81,7 @@ class KVCacheTierOptions(KindOptions):
     )
     enable_kv_events: bool = option(parse_flag, True, when="the tier's events must be left out of vLLM's events")
     max_store_blocks: int | None = option(
-        parse_count, None, when="writes must hold less than half of the host blocks", advanced=True
+        parse_count, None, when="writes must hold less than half of the host blocks", rare=True
     )
 
 

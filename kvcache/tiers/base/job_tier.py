@@ -136,7 +136,7 @@ class JobTier(Medium, Tier):
     def make(cls, options: Any, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Self:
         """Open the tier. If `options_type` has the option `codec`, the constructor gets the codec that it names."""
         arguments = options.arguments()
-        if cls.options_type is not None and "codec" in arguments:
+        if "codec" in arguments:
             arguments["codec"] = make_codec(arguments["codec"], host_blocks)
         constructor: Any = cls
         tier: Self = constructor(host_blocks=host_blocks, fingerprint=fingerprint, **arguments)

@@ -28,7 +28,7 @@ class Fp8Options(Options):
     where: ClassVar[str] = "codec fp8"
 
     dtype: str = option(choice_of(*_DTYPES, *_SHORT), when="always: the dtype of the KV cache")
-    group: int = option(parse_count, 128, when="fewer values must share a scale, for accuracy", advanced=True)
+    group: int = option(parse_count, 128, when="fewer values must share a scale, for accuracy", rare=True)
 
 
 class Fp8Codec(Codec):

@@ -86,26 +86,26 @@ class DiskOptions(Options):
     cache_policy: str | type = option(parse_policy, "lru", when="another policy hits more in a tier of this size")
     read_only: bool = option(parse_flag, False, when="the tier serves what the directory holds and must not change it")
     num_threads: int = option(
-        parse_threads, 4, when="`kvcache bench disk` is faster with another number", advanced=True
+        parse_threads, 4, when="`kvcache bench disk` is faster with another number", rare=True
     )
     flush_interval_s: float = option(
-        parse_duration, 1.0, when="a loss of power may cost more, or less, than the last second", advanced=True
+        parse_duration, 1.0, when="a loss of power may cost more, or less, than the last second", rare=True
     )
     max_queued_blocks: int = option(
-        parse_count, 65536, when="more, or fewer, blocks may be under way at a time", advanced=True
+        parse_count, 65536, when="more, or fewer, blocks may be under way at a time", rare=True
     )
-    max_io_bytes: int = option(parse_size, 4 << 20, when="the disk needs larger, or smaller, operations", advanced=True)
+    max_io_bytes: int = option(parse_size, 4 << 20, when="the disk needs larger, or smaller, operations", rare=True)
     preallocate: bool = option(
-        parse_flag, True, when="the tier must not take its whole capacity at its start", advanced=True
+        parse_flag, True, when="the tier must not take its whole capacity at its start", rare=True
     )
     page_cache: bool | None = option(
         parse_flag,
         None,
         when="free memory of the host is to serve recent blocks, or must not (SGLang and LMCache: true by default)",
-        advanced=True,
+        rare=True,
     )
     open_timeout_s: float = option(
-        parse_duration, 10.0, when="the engine's start must wait longer, or shorter, for the directory", advanced=True
+        parse_duration, 10.0, when="the engine's start must wait longer, or shorter, for the directory", rare=True
     )
     codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
@@ -126,7 +126,7 @@ class DiskTier(JobTier):
     codec : Codec, optional
         Encodes the blocks.
     **options
-        The tier's other options, advanced ones too; see :doc:`/howto/options`.
+        The tier's other options; see :doc:`/howto/options`.
 
     Raises
     ------
