@@ -1,18 +1,21 @@
 """KVCacheL2 as LMCache's controllers call it: sizes, locks, capacity, restarts, damage, and a disk that fails."""
 
 import errno
+import inspect
 import shutil
 import subprocess
 import sys
 import threading
 import time
 from operator import attrgetter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from l2_harness import Harness, MemoryObject, answer, content, object_key
+from lmcache.v1.distributed import l1_manager, storage_manager
 
-from kvcache.integrations.lmcache import names
+from kvcache.integrations.lmcache import locks, names
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.slot_table import SlotTable
 
@@ -348,3 +351,63 @@ def test_directory_has_one_owner(harness, tmp_path):
 def test_bad_options_are_refused(tmp_path, params, match):
     with pytest.raises(ValueError, match=match):
         Harness(tmp_path, **params)
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Return a function that lets time pass for locks."""
+    passed_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0])
+    monkeypatch.setattr(locks, "time", clock)
+    return lambda seconds: passed_s.__setitem__(0, passed_s[0] + seconds)
+
+
+def test_locks_of_dead_lookups_lapse(harness, later):
+    l2 = harness(capacity="9MiB")
+    numbers = range(l2.adapter._settings.num_slots([MIB // 4]))
+    assert l2.store(objects(numbers)) > 0
+    assert len(l2.look_up(list(objects(numbers)))) == len(numbers)
+    status = l2.adapter.report_status()
+    assert (status["num_locked"], status["lapsed_locks"]) == (len(numbers), 0)
+    # Nothing can be stored, and the status says so.
+    assert status["is_healthy"] is False
+    assert l2.store(objects([900])) == -1
+    later(299)
+    assert l2.look_up([object_key(0)]) == [0]
+    assert l2.adapter.report_status()["lapsed_locks"] == 0
+    later(2)
+    assert l2.store(objects([901])) > 0
+    status = l2.adapter.report_status()
+    # The lock of a look-up that may still live stays.
+    assert (status["num_locked"], status["lapsed_locks"], status["is_healthy"]) == (1, len(numbers), True)
+    l2.adapter.submit_unlock([object_key(0)])
+    assert l2.adapter.report_status()["num_locked"] == 0
+
+
+def test_unlock_ends_oldest_lock(harness, later):
+    l2, key = harness(), object_key(0)
+    l2.store(objects([0]))
+    l2.look_up([key])
+    later(200)
+    l2.look_up([key])
+    l2.adapter.submit_unlock([key])
+    later(200)
+    assert (l2.adapter.report_status()["num_locked"], l2.adapter.report_status()["lapsed_locks"]) == (1, 0)
+    later(200)
+    assert (l2.adapter.report_status()["num_locked"], l2.adapter.report_status()["lapsed_locks"]) == (0, 1)
+
+
+def test_locks_last_as_long_as_lmcaches(harness, later):
+    manager = SimpleNamespace(_read_ttl_seconds=20)  # as in the function of LMCache that makes the adapter
+    assert manager
+    l2 = harness()
+    l2.store(objects([0]))
+    l2.look_up([object_key(0)])
+    later(21)
+    assert l2.adapter.report_status()["lapsed_locks"] == 1
+
+
+def test_l1_manager_has_read_ttl():
+    """The name that an adapter reads."""
+    assert "self._read_ttl_seconds = config.read_ttl_seconds" in inspect.getsource(l1_manager.L1Manager)
+    assert "manager = self._l1_by_tag" in inspect.getsource(storage_manager.StorageManager._build_l2_adapter)

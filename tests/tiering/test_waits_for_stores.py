@@ -40,7 +40,7 @@ def test_wait_for_store_ends_at_deadline(world):
     assert [manager.status(key, asking) for key in KEYS] == [READY] * 4
 
 
-def test_waits_for_store_and_tier_add_up(world):
+def test_waits_add_up(world):
     clock, manager = world
     tier = manager.controllers[0].tier
     tier.submit_store(99, KEYS[1:2], [0])

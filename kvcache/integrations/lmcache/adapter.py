@@ -25,6 +25,7 @@ from lmcache.v1.platform import create_event_notifier
 from kvcache.assembly.assemble import open_exporters
 from kvcache.background import Background
 from kvcache.control.telemetry import Telemetry
+from kvcache.integrations.lmcache.locks import Locks, read_ttl_s
 from kvcache.integrations.lmcache.names import DIGEST_BYTES, MAX_HASH_BYTES, Names, disk_key
 from kvcache.integrations.lmcache.settings import L2Settings
 from kvcache.integrations.lmcache.sizes import Objects, Sizes
@@ -51,8 +52,7 @@ class KVCacheL2(L2AdapterInterface):
         self._task_ids = count()
         self._results: dict[int, Any] = {}
         self._stored: dict[int, L2StoreResult] = {}
-        # By tier key: for each lock of an object, the tiers that keep it.
-        self._locks: dict[bytes, list[list[Any]]] = {}
+        self._locks = Locks(read_ttl_s())
         self._lock = Lock()
         self._telling = RLock()
         self._has_name = self._is_closed = False
@@ -98,13 +98,7 @@ class KVCacheL2(L2AdapterInterface):
             return self._results.pop(task_id, None)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        with self._lock:
-            for key in map(disk_key, keys):
-                if locks := self._locks.get(key):
-                    for tier in locks.pop():
-                        tier.unpin([key])
-                    if not locks:
-                        del self._locks[key]
+        self._locks.release([disk_key(key) for key in keys])
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
         return self._submit("load", lambda: self._load(keys, objects), Bitmap(len(keys)), self._results, 2)
@@ -113,8 +107,8 @@ class KVCacheL2(L2AdapterInterface):
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """Delete the objects that are not locked, also on disk; waits for ``deadline_s`` at most for each size."""
-        with self._lock:
-            disk_keys = [key for key in map(disk_key, keys) if key not in self._locks]
+        self._locks.end_lapsed()
+        disk_keys = [key for key in map(disk_key, keys) if key not in self._locks]
         for objects in self._sizes.all():
             objects.note([], objects.store.delete(disk_keys))
         self._tell()
@@ -156,13 +150,19 @@ class KVCacheL2(L2AdapterInterface):
 
     def report_status(self) -> dict[str, Any]:
         self._tell()
+        self._locks.end_lapsed()
         tiers = {str(objects.size): objects.store.stats().tier for objects in self._sizes.all()}
+        is_open = not any(tier.unavailable_reason for tier in tiers.values())
+        # A size whose objects are all locked stores nothing.
+        stores = [objects.store for objects in self._sizes.all()]
+        has_room = all(self._locks.num_pinned(store.tier) < store.tier.num_blocks for store in stores)
         shown = ("num_held", "num_blocks", "corrupt_blocks", "unavailable_reason", "last_error")
         return {
-            "is_healthy": not any(tier.unavailable_reason for tier in tiers.values()),
+            "is_healthy": is_open and has_room,
             "type": "KVCacheL2",
             "path": str(self._settings.path),
             "num_locked": len(self._locks),
+            "lapsed_locks": self._locks.num_lapsed,
             "refused_sizes": sorted(self._sizes.refused),
             "sizes": {size: {name: getattr(tier, name) for name in shown} for size, tier in tiers.items()},
         }
@@ -206,6 +206,7 @@ class KVCacheL2(L2AdapterInterface):
             self._notifiers[place].notify()
 
     def _store(self, keys: list[ObjectKey], memory: list[Any]) -> L2StoreResult:
+        self._locks.end_lapsed()
         self._names.write(keys)
         num_bytes, is_whole = 0, True
         for size, (disk_keys, buffers, _) in self._by_size(keys, memory).items():
@@ -226,12 +227,8 @@ class KVCacheL2(L2AdapterInterface):
                 objects.store.touch(disk_keys)
                 for place, is_loaded in zip(places, objects.store.get(disk_keys, buffers), strict=True):
                     answers[place] = is_loaded
-        with self._lock:
-            # A lock of a bad object would only keep its place from the next store.
-            for place, key in enumerate(keys):
-                for tiers in [] if answers[place] else self._locks.get(disk_key(key), ()):
-                    while tiers:
-                        tiers.pop().unpin([disk_key(key)])
+        # A lock of a bad object would only keep its place from the next store.
+        self._locks.unpin([disk_key(key) for key, is_loaded in zip(keys, answers, strict=True) if not is_loaded])
         if loaded := [key for key, is_loaded in zip(keys, answers, strict=True) if is_loaded]:
             self._notify_keys_accessed(loaded)
         return _bitmap(answers)
@@ -250,6 +247,7 @@ class KVCacheL2(L2AdapterInterface):
         return groups
 
     def _look_up(self, keys: list[ObjectKey]) -> list[bool]:
+        self._locks.end_lapsed()
         disk_keys = [disk_key(key) for key in keys]
         tiers_of: list[list[Any]] = [[] for _ in keys]
         for objects in self._sizes.all():
@@ -258,18 +256,13 @@ class KVCacheL2(L2AdapterInterface):
             pinned = set(tier.pin([key for key, is_held in zip(disk_keys, answers, strict=True) if is_held]))
             for key, tiers in zip(disk_keys, tiers_of, strict=True):
                 tiers += [tier] if key in pinned else []
-        with self._lock:
-            for key, tiers in zip(disk_keys, tiers_of, strict=True):
-                if tiers:
-                    self._locks.setdefault(key, []).append(tiers)
-        return [bool(tiers) for tiers in tiers_of]
+        is_found = [bool(tiers) for tiers in tiers_of]
+        self._locks.add(disk_keys, tiers_of)
+        return is_found
 
     def _replace(self, before: Objects, after: Objects) -> None:
         """Keep the locks of a size that was opened again."""
-        with self._lock:
-            for key, tiers in [(key, tiers) for key, locks in self._locks.items() for tiers in locks]:
-                if before.store.tier in tiers:
-                    tiers += [after.store.tier] * len(after.store.tier.pin([key]))
+        self._locks.follow(before.store.tier, after.store.tier)
 
     def _tell(self) -> None:
         """Notify LMCache of the objects that were stored and removed."""

@@ -130,9 +130,9 @@ class KVCacheOffloadingManager(OffloadingManager):
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         # The method is looked up each time, because a recorder or a timer may wrap it later.
         result = RESULTS[self._manager.status(key)]
-        return self._while_stored(req_context) if result is _PENDING else result
+        return self.while_stored(req_context) if result is _PENDING else result
 
-    def _while_stored(self, req_context: Any) -> LookupResult:
+    def while_stored(self, req_context: Any) -> LookupResult:
         """Return the answer for a block that is being stored: a hit, unless the request has waited long enough."""
         ours, now_s = req_context.get_state(EngineRequest), self.clock()
         if ours.waits_until_s is None:

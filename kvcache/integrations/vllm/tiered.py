@@ -128,7 +128,7 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
             self._watch.on_lookup(ours.req_id, ours.get_offload_key_position(key))
         if not ours.may_load_below:
             result = RESULTS[self._tiered.pool.states([key])[0]]
-            return self._while_stored(req_context) if result is RESULTS[PENDING] else result
+            return self.while_stored(req_context) if result is RESULTS[PENDING] else result
         status = self._tiered.status(key, ours)
         if status in (PENDING, ASK_AGAIN) and self._tiered.policy.get(key) is None:
             ours.promoted.add(key)
