@@ -73,9 +73,11 @@ class TierSettings(Component):
     def of_rank(self, rank: str | None) -> TierSettings:
         """Return the settings of a data-parallel rank: ``{rank}`` and ``{dp_rank}`` in ``path`` are its number.
 
-        ValueError: the path has one of them, and `rank` is None, because the engine has not set it.
+        ValueError: the path has one of them, and `rank` is None, because the engine has not set it, or has ``{model}``.
         """
         path = getattr(self.options, "path", "")
+        if "{model}" in path:
+            raise ValueError(f"path of {self.cls.__name__}: only a 'node_pool' replaces {{model}}, got {path!r}")
         if not _RANK.search(path):
             return self
         if rank is None:

@@ -27,7 +27,8 @@ from kvcache.integrations.vllm import engine_keys
 from kvcache.integrations.vllm import settings as vllm
 from kvcache.integrations.vllm.releases import describe_release
 from kvcache.node.ledger import read_ledger
-from kvcache.node.protocol import node_folder
+from kvcache.node.link import ask_owner
+from kvcache.node.protocol import differences, node_folder
 from kvcache.options import Component, OptionError, choice_of, format_size, name_unknown, parse_size
 from kvcache.recorder.files import older_file, refusal_of
 from kvcache.registry import EXPORTERS, TIERS
@@ -61,7 +62,7 @@ def check_file(
     `num_bytes` are those of a block on one of the workers; 0: unknown. `is_latent`: all workers hold the same bytes.
     `num_engines` of this configuration run on this machine; None: as the file says.
     """
-    config_part, transfer, is_vllm, engine = _read(config)
+    config_part, transfer, is_vllm, engine = read_file(config)
     if not is_vllm and not _PLUGIN_KEYS.isdisjoint(config_part):
         return _check_plugin(config_part)
     if not is_vllm:
@@ -122,7 +123,8 @@ def check_config(
         node_pool = getattr(placement, vllm.NODE_POOL, None)
         # vLLM numbers its data-parallel ranks from 0. Engines of a node share one pool and its tiers.
         ranks = [str(rank) if is_vllm else None for rank in range(1 if node_pool else num_engines)]
-        engines = [replace(settings, tiers=tuple(tier.of_rank(rank) for tier in settings.tiers)) for rank in ranks]
+        tiers = [settings.tiers if node_pool else tuple(tier.of_rank(r) for tier in settings.tiers) for r in ranks]
+        engines = [replace(settings, tiers=placed) for placed in tiers]
         settings = engines[0]
     except ValueError as error:
         return [*findings, *_faults(error)]
@@ -147,18 +149,22 @@ def check_config(
         pool_bytes = num_blocks * block_bytes * world_size
         size = f" of {format_size(block_bytes * world_size)}, {format_size(pool_bytes)} in all" if block_bytes else ""
         findings.append(Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {policy}"))
+    node_pool, owner, options = _owner_of(node_pool, given, settings)
     if pool_bytes:
         findings += _check_memory(pool_bytes * len(engines), engines, node_pool)
-    findings += _check_observers(settings)
+    # What the pool's owner has open is in use, and no other engine opens it.
+    findings += [Finding("error", "node pool", text) for text in differences(owner.get("options") or options, options)]
+    findings += [] if owner else _check_observers(settings)
     for number, tier in enumerate(settings.tiers):
-        findings += _check_tier(f"tiers[{number}] {TIERS.path_of(tier.cls)}", tier, block_bytes * world_size)
+        subject = f"tiers[{number}] {TIERS.path_of(tier.cls)}"
+        findings += _check_tier(subject, tier, block_bytes * world_size, owner.get("pid", 0))
     findings += _check_together([tier for engine in engines for tier in engine.tiers])
     if placement is not None:
         findings.append(Finding("ok", "data plane", data_plane))
     return findings
 
 
-def _read(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, Mapping[str, Any]]:
+def read_file(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, Mapping[str, Any]]:
     """Return the options, what surrounds them, whether they are vLLM's, and the configuration of vLLM itself."""
     source = "standard input" if str(config) == "-" else str(config)
     try:
@@ -243,6 +249,25 @@ def _faults(error: ValueError) -> list[Finding]:
     return [Finding("error", "options", problem) for problem in problems]
 
 
+def _owner_of(
+    name: str | bool | None, given: Mapping[str, Any], settings: OffloadSettings
+) -> tuple[str | bool | None, dict[str, Any], dict[str, Any]]:
+    """Return the name of a node's pool, what its owner answers, or {} if none serves it, and the owner's options.
+
+    A pool that is named by its model is the one of this machine with the same options, if there is one.
+    """
+    if not name:
+        return name, {}, {}
+    before, by_model, behind = ("{model}" if name is True else str(name)).partition("{model}")
+    home = Path("/dev/shm", f"kvcache-{os.geteuid()}")
+    for folder in sorted(home.glob(f"node-{before}{'*' * bool(by_model)}{behind}")):
+        model = folder.name.removeprefix(f"node-{before}").removesuffix(behind)
+        owner, options = ask_owner(folder), vllm.node_options(given, settings, model)
+        if owner and (not by_model or owner.get("options") == options):
+            return folder.name.removeprefix("node-"), owner, options
+    return True if by_model else name, {}, {}
+
+
 def _check_node(name: str | bool, num_bytes: int) -> tuple[int, Finding]:
     """Return the memory that a node's pool has already, and the state of the pool; nothing is created."""
     home = Path("/dev/shm", f"kvcache-{os.geteuid()}")
@@ -300,8 +325,10 @@ def _check_memory(
         yield _room("shared memory", folder, pool_bytes)
 
 
-def _check_tier(subject: str, tier: TierSettings, block_bytes: int) -> Iterator[Finding]:
-    if reason := tier.unavailable_reason():
+def _check_tier(subject: str, tier: TierSettings, block_bytes: int, owner_pid: int = 0) -> Iterator[Finding]:
+    if owner_pid:
+        yield Finding("ok", subject, f"open in the pool's owner, process {owner_pid}")
+    elif reason := tier.unavailable_reason():
         yield Finding("error", subject, reason)
     else:
         text = f"jobs of at most {tier.config.deadline_s:g} s"

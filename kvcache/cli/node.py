@@ -14,22 +14,20 @@ def node(
     config: Annotated[
         Path,
         typer.Argument(
-            help="A JSON file of the engines' kv-transfer-config, or of its kv_connector_extra_config.",
+            help="The engines' JSON file, as `kvcache check` reads it.",
             show_default=False,
         ),
     ],
 ) -> None:
     """Own the pool of a machine's engines until a SIGTERM."""
+    from kvcache.cli.findings import read_file
     from kvcache.integrations.vllm.settings import node_options, read_config
     from kvcache.node.owner import Owner
     from kvcache.node.protocol import check_name, node_folder
 
-    extra_config = json.loads(config.read_text())
-    if not isinstance(extra_config, dict):
-        raise ValueError(f"{config} must hold a mapping, got {type(extra_config).__name__}")
-    extra_config = extra_config.get("kv_connector_extra_config", extra_config)
-    if extra_config.get("node_pool") is True:
-        raise ValueError(f"'node_pool' in {config} must be a name: only an engine can derive one from its model")
+    extra_config = read_file(config)[0]
+    if extra_config.get("node_pool") is True or "{model}" in json.dumps(extra_config):
+        raise ValueError(f"'node_pool' in {config} must be a name without {{model}}: only an engine knows its model")
     check_name(extra_config.get("node_pool"))
     settings = read_config(extra_config).settings
     folder = node_folder(extra_config["node_pool"])

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,19 @@ class Link:
         if self._sock is not None:
             self._sock.close()
         self._sock, self._state = None, LinkState.CLOSED
+
+
+def ask_owner(folder: Path) -> dict[str, Any]:
+    """Return the figures and the options of the owner that serves a folder, without joining it; {}: none answers."""
+    with socket.socket(socket.AF_UNIX) as sock, suppress(OSError, ValueError):
+        sock.settimeout(1.0)
+        sock.connect(str(folder / "socket"))
+        sock.sendall(pack(protocol.STATS))
+        reader = FrameReader()
+        while data := sock.recv(1 << 16):
+            for frame in reader.feed(data):
+                return dict(json.loads(frame.payload))
+    return {}
 
 
 def spawn_owner(folder: Path) -> None:

@@ -287,6 +287,7 @@ class Owner:
         if frame.op == protocol.HELLO:
             return self._greet(connection, frame)
         if frame.op == protocol.STATS:
+            connection.has_greeted = True  # `kvcache check` says no more
             return pack(protocol.DONE, 0, frame.request, json.dumps(self._figures()).encode())
         if connection.engine is None or self.pool is None:
             raise ValueError(f"operation {frame.op} before the greeting of a scheduler")
@@ -295,11 +296,12 @@ class Owner:
         return answer
 
     def _figures(self) -> dict[str, Any]:
+        figures = {"pid": os.getpid(), "options": self._options, **self.stats}
         if self.pool is None:
-            return {"pid": os.getpid(), **self.stats}
+            return figures
         manager = self.pool.manager.stats()
         names = "num_blocks", "num_free", "num_referenced", "num_pending", "loaded_blocks", "stored_blocks"
-        return {"pid": os.getpid(), **self.stats, **{name: getattr(manager, name) for name in names}}
+        return {**figures, "options": self.pool.options, **{name: getattr(manager, name) for name in names}}
 
     def _send(self, connection: Connection, data: bytes) -> None:
         data = connection.outbox + data

@@ -278,3 +278,33 @@ def test_check_names_the_existing_node_pool(check, monkeypatch):
         folder.chmod(0o755)
         assert f"folder {folder} is open to other users" in check(given)[1]
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", [True, f"disk-{os.getpid()}"])
+def test_check_accepts_every_engine_of_pool(check, tmp_path, name):
+    """The pool's owner has the disk, the port and the recording open: the next engine's check does not refuse them."""
+    tiers = [{"type": "disk", "path": str(tmp_path / "kv"), "capacity": "16MiB"}]
+    options = {"cache_policy": "lru", "tiers": tiers, "exporters": ["status"], "record": str(tmp_path / "log.kvlog")}
+    given = vllm_with(options | {"node_pool": name})
+    folder = node_folder(f"disk-{os.getpid()}")
+    owner = Owner(folder, linger_s=None)
+    thread = threading.Thread(target=owner.run)
+    thread.start()
+    try:
+        identity = {"num_blocks": 32, "block_bytes": 2 << 20, "block_size": 16}
+        engine = NodeManager(folder, greeting("a", identity, options), starts_owner=False, patience_s=10)
+        for _ in range(2):
+            status, text = check(given)
+            assert status == 0, text
+            assert f"ok tiers[0] disk open in the pool's owner, process {os.getpid()}" in text
+        assert owner.stats["dropped_clients"] == 0
+        given["kv_transfer_config"]["kv_connector_extra_config"]["tiers"][0]["capacity"] = "8MiB"
+        status, text = check(given)
+        # Another pool would write to the same directory, or this engine would be refused.
+        assert status == 1
+        assert ("is in use by" if name is True else "error node pool tiers: the pool has") in text
+        engine.shutdown()
+    finally:
+        owner.stop()
+        thread.join()
+        shutil.rmtree(folder)

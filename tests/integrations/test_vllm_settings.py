@@ -11,7 +11,7 @@ import kvcache.integrations.vllm as door
 from kvcache.assembly.assemble import OffloadSettings
 from kvcache.integrations.vllm import releases
 from kvcache.integrations.vllm.releases import RELEASES, choose_release
-from kvcache.integrations.vllm.settings import WHERE, blocks_per_rank, read_config, unknown_keys
+from kvcache.integrations.vllm.settings import WHERE, blocks_per_rank, node_options, read_config, unknown_keys
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.1rc1.dev3+g1234567", "0.32.0+cpu"])
@@ -171,3 +171,14 @@ def test_node_pool_is_imported_if_named():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[None, None, True] []\n"
+
+
+def test_model_names_pool_and_paths():
+    tiers = [{"type": "disk", "path": "/kv/{model}", "capacity": "1GiB"}]
+    given = {"cpu_bytes_to_use": 1 << 20, "node_pool": "chat-{model}", "tiers": tiers, "record": "{model}.kvlog"}
+    settings = read_config(given).settings
+    options = node_options(given, settings, "0a1b")
+    assert (options["tiers"][0]["path"], options["record"]) == ("/kv/0a1b", "0a1b.kvlog")
+    assert tiers[0]["path"] == "/kv/{model}"
+    with pytest.raises(ValueError, match=r"only a .node_pool. replaces {model}"):
+        settings.tiers[0].of_rank("0")

@@ -412,7 +412,9 @@ def test_service_keeps_blocks_without_engines(folder, tmp_path):
     pytest.importorskip("typer")
     extra_config = {"node_pool": folder.name.removeprefix("node-"), "cpu_bytes_to_use": "1GiB", "cache_policy": "arc"}
     config = tmp_path / "kvcache.json"
-    config.write_text(json.dumps(extra_config))
+    # The file that `kvcache check` reads: a configuration of vLLM itself.
+    transfer = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra_config}
+    config.write_text(json.dumps({"kv_transfer_config": transfer}))
     for _ in range(2):
         service = subprocess.Popen([sys.executable, "-m", "kvcache", "node", str(config)], stdout=subprocess.DEVNULL)
         wait_for((folder / "socket").exists)

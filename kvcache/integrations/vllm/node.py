@@ -48,16 +48,15 @@ def _greeting(spec: Any, block_tokens: int, vllm_config: Any, rank: int) -> tupl
     model = {**fingerprint(config, vllm_config), "hash": _seed(vllm_config)}
     if spec.copies.spec_type is not None:
         model["worker"] = ["vllm", bool(spec.replicated_layout)]
-    name = spec.node_pool
-    if name is True:
-        name = hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    name = digest if spec.node_pool is True else spec.node_pool.replace("{model}", digest)
     identity = {
         **model, "num_blocks": spec.num_blocks, "block_bytes": spec.block_bytes, "block_size": block_tokens,
     }  # fmt: skip
     hello = greeting(
         f"{config.engine_id}-{parallel.data_parallel_index}",
         json.loads(json.dumps(identity, default=str)),
-        node_options(config.extra_config, spec.settings),
+        node_options(config.extra_config, spec.settings, digest),
         rank,
         parallel.world_size if rank < 0 else 0,
     )

@@ -6,6 +6,7 @@ Needs no vLLM, so that a configuration can be checked before one starts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -273,7 +274,7 @@ def _read_node_pool(extra_config: Mapping[str, Any]) -> str | bool | None:
     if name is not True:
         from kvcache.node.protocol import check_name
 
-        check_name(name)
+        check_name(name.replace("{model}", "model") if isinstance(name, str) else name)
     return True if name is True else str(name)
 
 
@@ -284,17 +285,26 @@ def _check_node(settings: OffloadSettings, extra_config: Mapping[str, Any]) -> N
     if settings.group_windows is not None:
         raise ValueError(f"{GROUP_WINDOWS!r} does not work with {NODE_POOL!r}, got {list(settings.group_windows)}")
     for tier in settings.tiers:
-        if tier.of_rank("0") is not tier:
+        path = getattr(tier.options, "path", "")
+        if "rank}" in path:
             raise ValueError(
                 f"below a {NODE_POOL!r} one tier serves all engines; leave '{{dp_rank}}' and '{{rank}}' out of its "
-                f"path, got {tier.options.arguments()['path']!r}"
+                f"path, got {path!r}"
             )
 
 
-def node_options(extra_config: Mapping[str, Any], settings: OffloadSettings) -> dict[str, Any]:
-    """Return the options of a node's owner, in types of JSON: all engines of the node must have the same."""
+def node_options(
+    extra_config: Mapping[str, Any], settings: OffloadSettings, model: str = "{model}"
+) -> dict[str, Any]:
+    """Return the options of a node's owner, in types of JSON: all engines of the node must have the same.
+
+    ``{model}`` in the paths of tiers and of a recording is replaced by `model`.
+    """
     names = OUR_KEYS - {"cpu_bytes_to_use", "pool_folder", "num_copy_threads"}
-    options = {name: extra_config[name] for name in sorted(names) if extra_config.get(name) is not None}
+    options = {name: deepcopy(extra_config[name]) for name in sorted(names) if extra_config.get(name) is not None}
+    for part, key in [(options, "record"), *((tier, "path") for tier in options.get("tiers", ()))]:
+        if isinstance(part.get(key), str):
+            part[key] = part[key].replace("{model}", model)
     return {**options, "cache_policy": POLICIES.path_of(settings.cache_policy)}
 
 

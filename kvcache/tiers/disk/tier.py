@@ -66,7 +66,8 @@ _PLACEHOLDERS = ("{dp_rank}", "{rank}")
 def _parse_path(name: str, value: object) -> str:
     path = parse_text(name, value)
     for placeholder in re.findall(r"[{][^{}/]*[}]", path):
-        if placeholder not in _PLACEHOLDERS:
+        # An engine's node pool has replaced {model} before the tier is made.
+        if placeholder not in (*_PLACEHOLDERS, "{model}"):
             known = " and ".join(_PLACEHOLDERS)
             raise ValueError(f"{name} has the unknown placeholder {placeholder}; known ones: {known}, got {path!r}")
     return path
