@@ -33,11 +33,7 @@ class RecordedTier:
         method = getattr(self.recorded, name)
         if name not in _RECORDED:
             return method
-        call = partial(self._call, name, method)
-        if name == "reset":
-            # `reset_tier` reads the signature: not every tier's reset takes a version.
-            call.__wrapped__ = method  # type: ignore[attr-defined]
-        return call
+        return partial(self._call, name, method)
 
     def _call(self, name: str, method: Any, *args: Any) -> Any:
         put, number = self._queue.put_input, self._number

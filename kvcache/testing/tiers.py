@@ -12,7 +12,7 @@ import numpy as np
 
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.options import check_int
-from kvcache.tiers.base.tier import Tier, TierResult, TierStats, checked_host_blocks, reset_tier
+from kvcache.tiers.base.tier import Tier, TierResult, TierStats, checked_host_blocks
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
@@ -267,7 +267,7 @@ class FaultyTier(Tier):
             self._host_blocks[rows[key]].view(np.uint8)[:] ^= np.uint8(1)
 
     def reset(self, version: str | int | None = None) -> None:
-        reset_tier(self.inner, version)
+        self.inner.reset(version)
 
     def stats(self) -> TierStats:
         return self.inner.stats()

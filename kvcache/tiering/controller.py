@@ -20,7 +20,7 @@ from kvcache.tiering.breaker import BREAKER_STATES, Direction, Faults
 from kvcache.tiering.rates import LinkRate
 from kvcache.tiering.uses import UseQueue
 from kvcache.tiering.write_policy import Backlog
-from kvcache.tiers.base.tier import TierResult, TierStats, reset_tier
+from kvcache.tiers.base.tier import TierResult, TierStats
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
@@ -359,7 +359,7 @@ class TierController:
         self._uses.clear()
         # Jobs are still awaited; other reports are of blocks that the tier forgets now.
         self._reported = deque(report for report in self._reported if getattr(report, "job_id", None) is not None)
-        has_failed = self._faults.call("reset", True, reset_tier, self.tier, version)
+        has_failed = self._faults.call("reset", True, self.tier.reset, version)
         self._reset_again = (now_s + self.config.pause_s, version) if has_failed else None
 
     def retry_reset(self, now_s: float) -> None:

@@ -33,7 +33,6 @@ from kvcache.tiering.arbiter import Arbitration, LoadArbiter
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, log_job
 from kvcache.tiering.pending import PendingRequests
 from kvcache.tiering.promotion import Promotion
-from kvcache.tiering.steady_clock import SteadyClock
 from kvcache.tiering.writing import Writing
 from kvcache.tiers.base.tier import Tier
 
@@ -115,7 +114,7 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         check_seconds("deadline_s", deadline_s)
         self.guard = Guard()
-        self._clock: Callable[[], float] = SteadyClock(clock)
+        self._clock = clock
         self._deadline_s = deadline_s
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self.pool = BlockPool(

@@ -74,10 +74,10 @@ class FaultyTier(ManualTier):
             results += [*results[:1], None, TierResult(10**7, [b"never"]), TierResult(None, removed=[b"a"])]
         return results
 
-    def reset(self):
+    def reset(self, version=None):
         if self.reset_fails:
             raise OSError("the reset failed")
-        super().reset()
+        super().reset(version)
 
 
 class World:

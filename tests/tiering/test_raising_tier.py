@@ -1,4 +1,4 @@
-"""Every method of the manager survives a tier or a clock that raises, or answers nonsense, at every place it is called.
+"""Every method of the manager survives a tier that raises, or answers nonsense, at every place it is called.
 
 A scripted day of a scheduler is played once for each call of each of the tier's methods, which raises then, and from
 then on. Nothing may reach the scheduler, and the host pool must be whole in the end.
@@ -150,29 +150,6 @@ def test_other_write_policies_survive_too(write_policy):
             day, _ = played(method, at, True, RuntimeError("bug"), write_policy)
             if method != "stats":
                 day.check()
-
-
-@pytest.mark.parametrize("answer", [RuntimeError("bug"), None, "noon", float("nan"), float("inf"), -1e9])
-@pytest.mark.parametrize("is_for_good", [False, True])
-def test_clock_that_fails_reaches_nobody(answer, is_for_good):
-    for at in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89):
-        day = Day()
-        day.clock = Fault(day.clock, at, is_for_good, answer)
-        day.play()
-        day.check()
-
-
-def test_stopped_clock_is_replaced(monkeypatch):
-    from kvcache.tiering import manager as module
-
-    day = Day()
-    day.serve("ab")
-    clock = day.manager.clock
-    before_s = clock()
-    day.clock = Fault(None, 1, True, RuntimeError("bug"))
-    start_s = module.time.monotonic()
-    monkeypatch.setattr(module.time, "monotonic", lambda: start_s + 7.0)
-    assert clock() - before_s >= 6.9
 
 
 def test_raising_reset_serves_nothing():

@@ -23,16 +23,6 @@ class VersionedTier(ManualTier):
         super().reset(version)
 
 
-class PlainTier(ManualTier):
-    """A tier of a plug-in whose `reset` takes no argument."""
-
-    num_resets = 0
-
-    def reset(self):
-        self.num_resets += 1
-        super().reset()
-
-
 class Clock:
     now_s = 0.0
 
@@ -55,20 +45,6 @@ def test_retried_reset_keeps_its_version():
         clock.now_s += 1.5
         manager.on_schedule_end()
     assert tier.versions == [7, 7, 7]
-
-
-@pytest.mark.parametrize("is_recorded", [False, True])
-def test_plain_tier_is_reset_without_version(tmp_path, is_recorded):
-    tier = PlainTier(8, np.zeros((8, 4), np.uint8), is_automatic=True)
-    manager = TieredOffloadingManager(8, 8, [tier])
-    if is_recorded:
-        pytest.importorskip("msgspec")
-        Recorder(manager, tmp_path / "r.kvrec")
-    manager.reset_cache(version=7)
-    manager.on_schedule_end()
-    assert tier.num_resets == 1
-    assert manager.tier_stats()[0].tier.unavailable_reason == ""
-    manager.shutdown()
 
 
 def test_recorded_manager_takes_a_version(tmp_path):

@@ -22,7 +22,6 @@ tier never reports costs the manager the job's host blocks, so the manager bound
 
 from __future__ import annotations
 
-import inspect
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -189,8 +188,7 @@ class Tier(Configurable, ABC):
         may come back. Slower work goes on after the call and is the `unavailable_reason`.
 
         `version` names the weights that later blocks are computed with. Without one, these blocks belong to this
-        process alone: no other engine finds them, and no later start. See `kvcache.epoch`. A tier whose `reset` has no
-        parameter is called without one.
+        process alone: no other engine finds them, and no later start. See `kvcache.epoch`.
         """
 
     @abstractmethod
@@ -228,16 +226,6 @@ def host_rows(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8).reshape(num_rows, row_bytes)
-
-
-def reset_tier(tier: Tier, version: str | int | None) -> None:
-    """Reset a tier to `version`; a tier of a plug-in may have a `reset` without a parameter."""
-    try:
-        inspect.signature(tier.reset).bind(version)
-    except (TypeError, ValueError):
-        tier.reset()
-    else:
-        tier.reset(version)
 
 
 def checked_host_blocks(host_blocks: object) -> HostBlocks:
