@@ -100,12 +100,12 @@ def test_csv_is_read_by_its_header(tmp_path):
     assert [line["timestamp"] for line in (one, two, three)] == [0, 2000, 3000]
 
 
-def test_late_requests_keep_place_are_counted(tmp_path, run):
+def test_late_requests_are_sorted(tmp_path, run):
     log = write_lines(tmp_path / "log.jsonl", [{"time": time, "token_ids": [1]} for time in (5000, 4000, 6000)])
     status, out, err = run("trace", "make", log, "-", "--time-unit", "ms")
-    assert [json.loads(line)["timestamp"] for line in out.splitlines()] == [0, 0, 1000]
+    assert [json.loads(line)["timestamp"] for line in out.splitlines()] == [0, 1000, 2000]
     assert status == 0
-    assert "1 requests are earlier" in err
+    assert "1 requests stood behind later ones: sorted by time" in err
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvcache.lab.traces.sessions import SessionTrace, holds_sessions
+from kvcache.lab.traces.sessions import SessionTrace
 from kvcache.lab.traces.trace import Trace, TraceError, open_trace
 
 
@@ -76,7 +76,6 @@ def test_lines_and_packed_files_are_read(tmp_path):
     lines = [json.dumps(session(name, [request(0.0, [1, 2, 3])])) for name in "ab"]
     path = tmp_path / "all.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
-    assert holds_sessions(path)
     with open_trace(path, users=2) as trace:
         assert isinstance(trace, SessionTrace)
         assert len(list(trace)) == 2
@@ -85,7 +84,6 @@ def test_lines_and_packed_files_are_read(tmp_path):
 def test_requests_are_not_taken_for_sessions(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}\n')
-    assert not holds_sessions(path)
     with open_trace(path) as trace:
         assert isinstance(trace, Trace)
 

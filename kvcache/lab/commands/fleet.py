@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,6 +95,7 @@ class FleetOptions:
         ),
     ] = None
     block_size: options.BlockSizeOption = None
+    time_unit: options.TimeUnitOption = None
     seed: Annotated[int, typer.Option(help="Order of recorded sessions, and when copies begin.")] = 0
     users: options.UsersOption = 40
     skip_bad: options.SkipBadOption = False
@@ -111,8 +114,10 @@ def fleet(given: FleetOptions) -> None:
     model = read_model(given.model_text)
     if given.memory is not None and model is None:
         raise ValueError(f"--memory needs the size of a block, got {given.memory!r} alone: {HOW_TO_SIZE}")
-    source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed, given.trusted)
-    with source.open() as trace:
+    source = options.TraceOptions(
+        given.file, given.block_size, given.skip_bad, given.users, given.seed, given.trusted, given.time_unit
+    )
+    with source.open() as trace, tempfile.TemporaryDirectory(prefix="kvcache-trace-") as folder:
         split = source.split_of(trace)
         block_bytes = options.block_bytes_of(model, trace, split)
         token_s = (model.saved_s(1) if model else None) or 1 / _TOKENS_PER_S
@@ -134,7 +139,7 @@ def fleet(given: FleetOptions) -> None:
             check_plot_target(given.plot)
             if given.plot.lower().endswith(".html"):
                 raise ValueError(f"--plot of a fleet must end in .png or .svg, got {given.plot!r}")
-        run(trace, split, plans, given, document)
+        run(trace, split, plans, given, document, Path(folder))
 
 
 def read_plans(given: FleetOptions, block_bytes: int | None, token_s: float) -> list[FleetPlan]:
@@ -215,19 +220,23 @@ def _store_blocks(text: str, block_bytes: int | None) -> int:
     return num_blocks
 
 
-def run(trace: TraceFile, split: int, plans: list[FleetPlan], given: FleetOptions, document: dict[str, Any]) -> None:
-    """Simulate each fleet, and report: `document` holds the facts of all."""
+def run(
+    trace: TraceFile, split: int, plans: list[FleetPlan], given: FleetOptions, document: dict[str, Any], folder: Path
+) -> None:
+    """Simulate each fleet, and report: `document` holds the facts of all, `folder` receives the trace."""
     from kvcache.lab.fleet.scaled_trace import ScaledTrace
     from kvcache.lab.fleet.simulation import run_fleet
     from kvcache.lab.report.fleet_tables import facts_of, print_fleets
+    from kvcache.lab.simulate.reading import doubts, read_trace
     from kvcache.lab.simulate.serving import engines_for
-    from kvcache.lab.traces.compact import CompactTrace
 
     started = monotonic()
-    compact = CompactTrace.of(trace, trace.block_size)
+    with common.Bar("reading", "%", given.quiet) as bar:
+        compact = read_trace(trace, folder, bar)
+    token_s = document["token_prefill_s"]
+    document["doubts"] = doubts(compact)
     if split > 1:
         compact = compact.split(split)
-    token_s = document["token_prefill_s"]
     busy = engines_for(compact.arrivals_s, compact.num_tokens, token_s)
     num_copies, load = _copies_of(given.copies)
     cells = []

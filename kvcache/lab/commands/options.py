@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -57,15 +57,15 @@ WhatIfOption = Annotated[
 FileArgument = Annotated[
     Path,
     typer.Argument(
-        help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd (- is standard input); or recorded sessions of "
-        "agents, a folder or a file."
+        help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd (- is standard input), in any order of time; or "
+        "recorded sessions of agents, a folder or a file."
     ),
 ]
 TraceArgument = Annotated[
     Path,
     typer.Argument(
-        help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd (- is standard input); recorded sessions of agents, "
-        "a folder or a file; or a recording of a manager (.kvlog)."
+        help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd (- is standard input), in any order of time; "
+        "recorded sessions of agents, a folder or a file; or a recording of a manager (.kvlog)."
     ),
 ]
 CapacitiesOption = Annotated[
@@ -87,6 +87,10 @@ BlockSizeOption = Annotated[
         metavar="N[:N]",
         show_default=False,
     ),
+]
+TimeUnitOption = Annotated[
+    Literal["s", "ms", "us", "ns"] | None,
+    typer.Option("--time-unit", help="Unit of times [default: ms Mooncake, s Bailian].", show_default=False),
 ]
 SkipBadOption = Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")]
 TrustedOption = Annotated[
@@ -147,7 +151,7 @@ def parse_capacities(blocks: str | None, memory: str | None, block_bytes: int, d
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """The file and the options `--block-size`, `--skip-bad`, `--users`, `--seed` and `--trusted`."""
+    """The file and the options `--block-size`, `--skip-bad`, `--users`, `--seed`, `--trusted` and `--time-unit`."""
 
     file: Path
     block_size: str | None
@@ -155,6 +159,7 @@ class TraceOptions:
     users: int
     seed: int
     trusted: bool = False
+    time_unit: str | None = None
 
     def open(self) -> TraceFile:
         """Open the trace; open a recording of a manager as a trace."""
@@ -169,7 +174,7 @@ class TraceOptions:
 
             trace: TraceFile = RecordedTrace(self.file, self.trusted)
         else:
-            trace = open_trace(self.file, listed, self.skip_bad, self.users, self.seed)
+            trace = open_trace(self.file, listed, self.skip_bad, self.users, self.seed, self.time_unit)
         if listed not in (None, trace.block_size):
             trace.close()
             raise ValueError(f"--block-size: {self.file} says that a block has {trace.block_size} tokens, got {listed}")

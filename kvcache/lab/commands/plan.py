@@ -111,6 +111,7 @@ class PlanOptions:
         ),
     ] = None
     block_size: options.BlockSizeOption = None
+    time_unit: options.TimeUnitOption = None
     sample: Annotated[float, typer.Option(help="Replay this share of the blocks, with error bars.")] = 1.0
     seed: Annotated[int, typer.Option(help="Order of recorded sessions, and which blocks a sample holds.")] = 0
     users: options.UsersOption = 40
@@ -161,7 +162,9 @@ def plan(given: PlanOptions) -> None:
     groups = None if given.groups is None else parse_groups(given.groups)
     model = read_model(given.model_text or (None if groups is None else groups.config))
     targets = plan_files.Targets.read(given.json, given.save, given.checkpoint, given.file)
-    source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed, given.trusted)
+    source = options.TraceOptions(
+        given.file, given.block_size, given.skip_bad, given.users, given.seed, given.trusted, given.time_unit
+    )
     given_tiers = tiers.parse_tiers(given.tier)
     _check(given, given_tiers, model)
     wanted = parse_targets(given.target)

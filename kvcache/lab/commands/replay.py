@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,6 +52,7 @@ class ReplayOptions:
     store_threshold: options.GateOption = 0
     what_if: options.WhatIfOption = False
     block_size: options.BlockSizeOption = None
+    time_unit: options.TimeUnitOption = None
     limit: Annotated[int | None, typer.Option(help="Stop after so many requests.", show_default=False)] = None
     skip_bad: options.SkipBadOption = False
     users: options.UsersOption = 40
@@ -66,6 +68,7 @@ def replay(given: ReplayOptions) -> None:
     `kvcache plan` compares policies, capacities and tiers; `kvcache rerun` runs a recording again.
     """
     from kvcache.lab.commands import session
+    from kvcache.lab.simulate.reading import doubts, read_trace
 
     if options.is_recording(given.file):
         raise ValueError(
@@ -88,8 +91,10 @@ def replay(given: ReplayOptions) -> None:
         raise ValueError(f"--what-if and --tier exclude each other, got {given.tier!r}")
     test_bytes = parse_size("--block-bytes", given.block_bytes or options.TEST_BLOCK_BYTES)
     common.check_writable("--json", given.json, given.file)
-    source = options.TraceOptions(given.file, given.block_size, given.skip_bad, given.users, given.seed)
-    with source.open() as trace:
+    source = options.TraceOptions(
+        given.file, given.block_size, given.skip_bad, given.users, given.seed, time_unit=given.time_unit
+    )
+    with source.open() as trace, tempfile.TemporaryDirectory(prefix="kvcache-trace-") as folder:
         split = source.split_of(trace)
         block_bytes = options.block_bytes_of(model, trace, split) or test_bytes
         settings = session.Settings(
@@ -107,12 +112,15 @@ def replay(given: ReplayOptions) -> None:
             tier=tier,
             is_quiet=given.quiet,
         )
+        with common.Bar("reading", "%", given.quiet) as bar:
+            compact = read_trace(trace, Path(folder), bar)
+        doubtful = doubts(compact)
         session.run(
-            trace,
+            compact,
             f"{trace.name} ({trace.format})",
             settings,
-            lambda done: max(trace.position_bytes / trace.size_bytes, done / given.limit if given.limit else 0.0),
-            trace.facts,
+            lambda done: done / min(len(compact), given.limit or len(compact)),
+            lambda: trace.facts() | ({"doubts": doubtful} if doubtful else {}),
         )
 
 

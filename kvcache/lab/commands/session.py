@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from kvcache.lab.simulate.tiered import DiskChoice
     from kvcache.lab.traces.agents import AgentWorkload
     from kvcache.lab.traces.chats import ChatWorkload
-    from kvcache.lab.traces.requests import Request, TraceFile
+    from kvcache.lab.traces.compact import CompactTrace
+    from kvcache.lab.traces.requests import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Settings:
 
 
 def run(
-    source: TraceFile | ChatWorkload | AgentWorkload,
+    source: CompactTrace | ChatWorkload | AgentWorkload,
     title: str,
     settings: Settings,
     progressed: Callable[[int], float],
@@ -131,6 +132,8 @@ def _print(title: str, document: dict[str, Any], what_if: WhatIf | None, setting
     console = common.console(settings.json_target)
     console.print(title, soft_wrap=True, markup=False)
     console.print(_table(document, settings))
+    for doubt in document["source"].get("doubts", ()):
+        console.print(doubt, soft_wrap=True, markup=False)
     if what_if is not None:
         console.print(str(what_if), soft_wrap=True)
         if what_if.sample_rate < 1 or what_if.uses < document["blocks"]:

@@ -24,8 +24,9 @@ def make(
     log: Annotated[
         Path,
         typer.Argument(
-            help="JSONL with token ids, text or messages, or a libCacheSim trace (oracleGeneral, CSV with a header); "
-            "plain, gzip or zstd (- is standard input)."
+            help="JSONL with token ids, text or messages, token counts of conversations (JSONL, CSV), sessions of "
+            "AIPerf or Dynamo, or a libCacheSim trace (oracleGeneral, CSV with a header); plain, gzip or zstd (- is "
+            "standard input)."
         ),
     ],
     trace: Annotated[Path, typer.Argument(help="File to write, Mooncake JSONL (- is standard output).")],
@@ -38,7 +39,15 @@ def make(
         Literal["jsonl", "oracleGeneral", "csv"] | None,
         typer.Option("--format", help="Format of the log [default: by its name, else jsonl].", show_default=False),
     ] = None,
-    time_unit: Annotated[Literal["s", "ms", "us", "ns"], typer.Option(help="Unit of times that are numbers.")] = "s",
+    time_unit: Annotated[
+        Literal["s", "ms", "us", "ns"] | None,
+        typer.Option(
+            help="Unit of times that are numbers [default: s; ms for sessions of AIPerf or Dynamo].", show_default=False
+        ),
+    ] = None,
+    shared_tokens: Annotated[
+        int, typer.Option(help="Of token counts of conversations: tokens of the system prompt that all share.")
+    ] = 0,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Count bad records and go on.")] = False,
     json: common.JsonOption = None,
     quiet: common.QuietOption = False,
@@ -47,6 +56,7 @@ def make(
     from kvcache.lab.traces.make import load_tokenizer, make_trace
 
     tokens = parse_count("--block-size", block_size)
+    common.at_least("--shared-tokens", shared_tokens, 0)
     target = str(trace)
     if target == "-" == json:
         raise ValueError("TRACE and --json are both -: only one can go to standard output")
@@ -74,6 +84,7 @@ def make(
                 log_format=log_format,
                 tokenize=tokenize,
                 time_unit=time_unit,
+                shared_tokens=shared_tokens,
                 skip_bad=skip_bad,
                 progressed=progressed,
             )
@@ -96,8 +107,11 @@ def make(
             )
         if made.late_requests:
             console.print(
-                f"{made.late_requests:,} requests are earlier than the one before them and arrive together with it; "
-                "sort the log by time to change that.",
+                f"{made.late_requests:,} requests stood behind later ones: sorted by time.", soft_wrap=True
+            )
+        if made.expanded_records:
+            console.print(
+                f"{made.expanded_records:,} records hold a conversation of several answers: each answer is a request.",
                 soft_wrap=True,
             )
     common.write_json(json, asdict(made))

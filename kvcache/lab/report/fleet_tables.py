@@ -108,6 +108,8 @@ def print_fleets(title: str, document: dict[str, Any], json: str | None) -> None
     console.print(plain_table(names, lines), crop=False)
     for cell in cells:
         console.print(_breaks(cell), soft_wrap=True)
+    for doubt in document["doubts"]:
+        console.print(doubt, soft_wrap=True)
 
 
 def _breaks(cell: dict[str, Any]) -> str:

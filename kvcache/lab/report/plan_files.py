@@ -83,6 +83,8 @@ def report(result: Result, trace: TraceFile, targets: Targets, wanted: dict[str,
                 console.print(f"{cell.policy} at {cell.num_blocks:,} blocks: {cell.block_hit_rate:.2%}", soft_wrap=True)
         if advice is not None:
             console.print(advice_line(result, advice, wanted), soft_wrap=True, markup=False)
+        for doubt in result.doubts:
+            console.print(doubt, soft_wrap=True, markup=False)
         if trace.num_skipped:
             console.print(f"bad lines skipped: {trace.num_skipped:,}")
         if written := str(targets):
@@ -98,6 +100,7 @@ def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], blo
     return {
         "source": trace.facts(),
         "complete": result.is_complete,
+        "doubts": result.doubts,
         "block_bytes": settings.block_bytes,
         "block_size": block_size,
         "groups": settings.groups and asdict(settings.groups),

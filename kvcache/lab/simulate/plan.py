@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from kvcache.lab.simulate.groups import Groups
     from kvcache.lab.simulate.serving import Serving
     from kvcache.lab.traces.compact import CompactTrace
-    from kvcache.lab.traces.requests import Request, TraceFile
+    from kvcache.lab.traces.requests import TraceFile
 
-_REFRESH_REQUESTS = 1000
 # Without a limit, a simulation uses this share of the free memory.
 _MEMORY_SHARE = 0.8
 NUM_SHARDS = 8
@@ -64,6 +63,7 @@ class Result:
     baseline: dict[str, Any] | None
     is_complete: bool
     elapsed_s: float
+    doubts: list[str]
 
     @property
     def cells(self) -> list[Cell]:
@@ -94,7 +94,7 @@ def run(trace: TraceFile, settings: Settings, model: Model | None) -> Result:
     from kvcache.lab.simulate.cells import OPTIMUM, Job, Plan
     from kvcache.lab.simulate.checkpoint import Checkpoint
     from kvcache.lab.simulate.grid import Grid, check_policies
-    from kvcache.lab.traces.compact import CompactTrace
+    from kvcache.lab.simulate.reading import doubts, read_trace
 
     check_policies(settings.policies)
     num_shards = 1 if settings.sample == 1 else NUM_SHARDS
@@ -103,14 +103,7 @@ def run(trace: TraceFile, settings: Settings, model: Model | None) -> Result:
         folder = Path(open_now.enter_context(tempfile.TemporaryDirectory(prefix="kvcache-trace-")))
         bar = open_now.enter_context(common.Bar("reading", "%", settings.is_quiet))
 
-        def read() -> Iterator[Request]:
-            for i, request in enumerate(trace):
-                if i % _REFRESH_REQUESTS == 0 and bar.is_due():
-                    share = trace.position_bytes / trace.size_bytes
-                    bar.show(share, int(100 * share), f"{i:,} requests")
-                yield request
-
-        compact = CompactTrace.spool(read(), trace.block_size, folder, settings.sample, settings.seed)
+        compact = read_trace(trace, folder, bar, settings.sample, settings.seed)
         serving = _serving(settings, model, compact)
         rules = tuple(tier.rule for tier in settings.tiers)
         how = Plan(settings.split, num_shards, serving, rules, settings.groups)
@@ -134,6 +127,11 @@ def run(trace: TraceFile, settings: Settings, model: Model | None) -> Result:
         _baseline(compact, serving),
         is_complete,
         monotonic() - started,
+        doubts(
+            compact,
+            1 - found[unbounded].token_hit_rate if unbounded in found else 1.0,
+            (serving and serving.token_prefill_s and (serving.token_prefill_s, serving.num_engines)) or None,
+        ),
     )
 
 

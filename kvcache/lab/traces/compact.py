@@ -6,12 +6,14 @@ Arrays are read in pieces and their pages given back, so a trace may be larger t
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
+import math
 import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -26,9 +28,11 @@ if TYPE_CHECKING:
 
     Float64Array = npt.NDArray[np.float64]
 
-_ARRAYS = {"ids": "<i8", "bounds": "<i8", "input_lengths": "<i8", "arrivals_s": "<f8"}
-_FACTS = ("block_size", "rate", "all_blocks", "all_tokens", "digest")
+_ARRAYS = {"ids": "<i8", "bounds": "<i8", "input_lengths": "<i8", "arrivals_s": "<f8", "output_lengths": "<i8"}
+_FACTS = ("block_size", "rate", "all_blocks", "all_tokens", "digest", "num_late")
 _PIECE_IDS = 1 << 18
+# A run of a sort: 64 MiB of ids, and as much again for their places.
+_RUN_IDS = 1 << 23
 # Memory per id while its next use is searched, including the growth of the table.
 _ID_BYTES = 96
 _LEAST_BYTES = 16 << 20
@@ -42,9 +46,10 @@ class CompactTrace:
     """A whole trace in four arrays.
 
     `ids` holds the ids of all requests, one after the other; request i has those from ``bounds[i]`` to ``bounds[i +
-    1]``, `input_lengths` tokens (of a sample: those of its sampled blocks) and arrives at `arrivals_s`. `rate` is the
-    share of the ids that a sample kept; `all_blocks` and `all_tokens` count the whole trace, 0 if it is not a sample.
-    `digest` identifies the trace; `folder` holds its files if they are mapped.
+    1]``, `input_lengths` tokens (of a sample: those of its sampled blocks) and arrives at `arrivals_s`. The tokens of
+    answers, `output_lengths`, are None if they do not matter. `rate` is the share of the ids that a sample kept;
+    `all_blocks` and `all_tokens` count the whole trace, 0 if it is not a sample. `digest` identifies the trace,
+    `num_late` requests were sorted; `folder` holds its files if they are mapped.
     """
 
     ids: Int64Array
@@ -56,7 +61,9 @@ class CompactTrace:
     all_blocks: int = 0
     all_tokens: int = 0
     digest: str = field(default="", compare=False)
+    num_late: int = field(default=0, compare=False)
     folder: Path | None = field(default=None, compare=False)
+    output_lengths: Int64Array | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, requests: Iterable[Request], block_size: int) -> CompactTrace:
@@ -74,17 +81,20 @@ class CompactTrace:
     def spool(
         cls, requests: Iterable[Request], block_size: int, folder: Path, rate: float = 1.0, seed: int = 0
     ) -> CompactTrace:
-        """Write requests to files in `folder` as they come, and map them.
+        """Write requests to files in `folder`, in order of arrival (equal times keep their order), and map them.
 
         A share `rate` of the ids is kept, the same ones in every request, chosen by `seed`.
         """
         digest = hashlib.blake2b(f"{block_size} {rate} {seed if rate < 1 else 0}".encode(), digest_size=16)
         num_ids = all_blocks = all_tokens = 0
+        num_late, latest_s = 0, -math.inf
         files = {name: (folder / f"{name}.raw").open("wb", 1 << 18) for name in _ARRAYS}
         try:
             files["bounds"].write(np.int64(0).tobytes())
             for request in requests:
                 ids, length = request.hash_ids, request.input_length
+                num_late += request.arrival_s < latest_s
+                latest_s = max(latest_s, request.arrival_s)
                 all_blocks += len(ids)
                 all_tokens += length
                 if rate < 1:
@@ -102,36 +112,67 @@ class CompactTrace:
                 files["bounds"].write(np.int64(num_ids).tobytes())
                 files["input_lengths"].write(np.int64(length).tobytes())
                 files["arrivals_s"].write(np.float64(request.arrival_s).tobytes())
+                files["output_lengths"].write(np.int64(request.output_length).tobytes())
         finally:
             for file in files.values():
                 file.close()
-        facts = (block_size, rate, all_blocks, all_tokens, digest.hexdigest())
-        (folder / "trace.json").write_text(json.dumps(dict(zip(_FACTS, facts, strict=True))))
+        facts = (block_size, rate, all_blocks, all_tokens, digest.hexdigest(), num_late)
+        text = json.dumps(dict(zip(_FACTS, facts, strict=True)))
+        (folder / "trace.json").write_text(text)
+        if num_late:
+            # An external merge sort: runs are sorted in their files, and a piece of each is in memory while they merge.
+            runs = cls.load(folder, "r+")._sort_runs()
+            folder /= "sorted"
+            folder.mkdir()
+            cls.spool(heapq.merge(*runs, key=lambda request: request.arrival_s), block_size, folder)
+            (folder / "trace.json").write_text(text)
         return cls.load(folder)
+
+    def _sort_runs(self) -> list[Iterator[Request]]:
+        """Sort the requests of each run in its files, which are mapped for writing; return the runs."""
+        runs = []
+        for first, last in self.pieces(_RUN_IDS):
+            order = first + np.argsort(self.arrivals_s[first:last], kind="stable")
+            begins, counts = self.bounds[order], self.bounds[order + 1] - self.bounds[order]
+            ends = np.cumsum(counts)
+            places = np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1])
+            origin = int(self.bounds[first])
+            self.ids[origin : origin + len(places)] = self.ids[places]
+            self.bounds[first + 1 : last + 1] = origin + ends
+            for values in (self.input_lengths, self.arrivals_s, self.output_lengths):
+                values[first:last] = values[order]  # type: ignore[index]
+            give_back(self.ids)
+            runs.append(self._between(first, last))
+        return runs
 
     def save(self, folder: Path) -> None:
         """Write the arrays to `folder`, for `load`."""
         for name, dtype in _ARRAYS.items():
-            np.ascontiguousarray(getattr(self, name), dtype=dtype).tofile(folder / f"{name}.raw")
+            values = np.zeros(len(self)) if getattr(self, name) is None else getattr(self, name)
+            np.ascontiguousarray(values, dtype).tofile(folder / f"{name}.raw")
         (folder / "trace.json").write_text(json.dumps({name: getattr(self, name) for name in _FACTS}))
 
     @classmethod
-    def load(cls, folder: Path) -> CompactTrace:
+    def load(cls, folder: Path, mode: Literal["r", "r+"] = "r") -> CompactTrace:
         """Map the files that `save` or `spool` wrote to `folder`."""
-        arrays = [_mapped(folder / f"{name}.raw", dtype) for name, dtype in _ARRAYS.items()]
+        arrays = {name: _mapped(folder / f"{name}.raw", dtype, mode) for name, dtype in _ARRAYS.items()}
         facts = json.loads((folder / "trace.json").read_text())
-        return cls(*arrays, **facts | {"folder": folder})
+        return cls(**arrays, **facts, folder=folder)
 
     def __len__(self) -> int:
         return len(self.input_lengths)
 
     def __iter__(self) -> Iterator[Request]:
+        return self._between(0, len(self))
+
+    def _between(self, begin: int, end: int) -> Iterator[Request]:
         ids = np.asarray(self.ids)  # slices of a memory map cost a microsecond each
-        for first, last in self.pieces():
+        for first, last in self.pieces(_PIECE_IDS, begin, end):
             bounds = self.bounds[first : last + 1].tolist()
             lengths, arrivals = self.input_lengths[first:last].tolist(), self.arrivals_s[first:last].tolist()
+            outputs = [0] * len(lengths) if self.output_lengths is None else self.output_lengths[first:last].tolist()
             for i, length in enumerate(lengths):
-                yield Request(ids[bounds[i] : bounds[i + 1]], length, 0, arrivals[i])
+                yield Request(ids[bounds[i] : bounds[i + 1]], length, outputs[i], arrivals[i])
             give_back(self.ids)
 
     def filled(self) -> Iterator[tuple[int, Request]]:
@@ -151,13 +192,14 @@ class CompactTrace:
                 previous = number
             give_back(self.ids)
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield the first request and the end of pieces of about 262,144 ids."""
-        first = 0
-        while first < len(self):
-            limit = int(self.bounds[first]) + _PIECE_IDS
+    def pieces(self, num_ids: int = _PIECE_IDS, first: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield the first request and the end of pieces of about `num_ids` ids, and at most as many requests."""
+        end = len(self) if end is None else end
+        while first < end:
+            limit = int(self.bounds[first]) + num_ids
             last = max(first + 1, int(np.searchsorted(self.bounds, limit, side="right")) - 1)
-            yield first, min(last, len(self))
+            last = min(last, first + num_ids, end)
+            yield first, last
             first = last
 
     @property
@@ -249,9 +291,9 @@ def give_back(array: Any) -> None:
         base.madvise(mmap.MADV_DONTNEED)
 
 
-def _mapped(path: Path, dtype: str) -> Any:
+def _mapped(path: Path, dtype: str, mode: Literal["r", "r+"]) -> Any:
     # An empty file cannot be mapped.
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode=mode) if path.stat().st_size else np.empty(0, dtype=dtype)
 
 
 def _is_sampled(ids: Int64Array, rate: float, seed: int) -> npt.NDArray[np.bool_]:

@@ -11,46 +11,49 @@ import hashlib
 import json
 import math
 import struct
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.lab.traces.requests import BadRecord, TraceError
-from kvcache.lab.traces.trace import shown, unpacked
+from kvcache.lab.traces.compact import CompactTrace
+from kvcache.lab.traces.files import unpacked
+from kvcache.lab.traces.formats import CONVERSATIONS, COUNTS, OBJECTS, describe, plain_name
+from kvcache.lab.traces.requests import TIME_UNITS, BadRecord, Request, TraceError
+from kvcache.lab.traces.trace import check_blocks, ids_of, parse_object, shown
+from kvcache.lab.traces.turns import Access, CountedConversations, DeltaSessions, chain, count_of
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
 FORMATS = ("jsonl", "oracleGeneral", "csv")
-TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _TOKENS = ("prompt_token_ids", "token_ids", "input_ids", "prompt")
 _TEXTS = ("prompt", "text", "input")
-_TIMES = ("timestamp", "time", "arrived_at", "created", "clock_time")
+_CHATS = ("messages", "conversations", "input", "prompt")
+_TIMES = ("timestamp", "time", "arrived_at", "created", "clock_time", "created_at", "start_time", "starttime")
 _ANSWERS = ("output_length", "completion_tokens", "output_tokens")
-_OBJECTS = ("obj_id", "object_id", "object", "obj", "id", "key")
+# Columns of accesses to other caches: a column `id` or `key` names an object only beside these.
+_ACCESSES = {*OBJECTS, *_TIMES, "size", "obj_size", "object_size", "op", "ttl", "next_access_vtime", "tenant", "ns"}
+_ROLES = {"human": "user", "gpt": "assistant"}
+_LISTED_TOKENS = 512
 _ORACLE_GENERAL = struct.Struct("<IQIq")  # time in seconds, object, its size, the position of its next access
 _MAX_TOKEN = (1 << 31) - 1
 
 Tokenize = Callable[[Any], Iterable[int]]
 
 
-class Access(NamedTuple):
-    """One record of a log; `time` is None if it has none."""
-
-    ids: list[int]
-    input_length: int
-    output_length: int
-    time: float | None
-
-
 @dataclass(slots=True)
 class MadeTrace:
-    """What `make_trace` has written; `late_requests` came before the request on the line above them."""
+    """What `make_trace` has written.
+
+    `late_requests` were sorted: they came before the request on an earlier line. `expanded_records` hold a conversation
+    of several answers, each of which became a request.
+    """
 
     block_size: int
     requests: int = 0
@@ -58,6 +61,7 @@ class MadeTrace:
     tokens: int = 0
     skipped_records: int = 0
     late_requests: int = 0
+    expanded_records: int = 0
     has_times: bool = True
 
 
@@ -68,55 +72,65 @@ def make_trace(
     *,
     log_format: str | None = None,
     tokenize: Tokenize | None = None,
-    time_unit: str = "s",
+    time_unit: str | None = None,
+    shared_tokens: int = 0,
     skip_bad: bool = False,
     progressed: Callable[[int, int], None] = lambda requests, position_bytes: None,
 ) -> MadeTrace:
-    """Write a log as Mooncake JSONL with a `block_size` on each line.
+    """Write a log as Mooncake JSONL in order of time, with a `block_size` on each line.
 
-    Only full blocks are listed. A log is JSONL (token ids, or text that `tokenize` turns into them), or a libCacheSim
-    trace, of which each access is a request of one block. Files are plain, gzip or zstd.
+    Only full blocks are listed. A log is JSONL (token ids, or text that `tokenize` turns into them), token counts of
+    conversations (JSONL or CSV), or a libCacheSim trace, of which each access is a request of one block. Files are
+    plain, gzip or zstd.
 
     `write` takes each line. `log_format` is ``"jsonl"``, ``"oracleGeneral"`` or ``"csv"``, by default by the file's
     name. `tokenize` turns a string or a list of chat messages into token ids. Times that are numbers count
-    `time_unit` (s, ms, us or ns; oracleGeneral has seconds), others are ISO 8601. With `skip_bad`, bad records are
-    counted instead of raised. `progressed` takes the number of requests and of bytes read so far. TraceError if the
-    log cannot be read, holds no request, or holds a bad record.
+    `time_unit` (s, ms, us or ns; by default s, and ms in sessions of AIPerf), others are ISO 8601. The first
+    `shared_tokens` of counted conversations are the same. With `skip_bad`, bad records are counted instead of raised.
+    `progressed` takes the number of requests and of bytes read so far. TraceError if the log cannot be read, holds no
+    request, or holds a bad record.
     """
     log_format = log_format or _format_of(log)
     if log_format not in FORMATS:
         raise ValueError(f"log_format must be one of {', '.join(FORMATS)}, got {log_format!r}")
     made = MadeTrace(block_size)
-    first_s = last_s = 0.0
-    for number, (record, position_bytes) in enumerate(_read(log, log_format), start=1):
-        try:
-            access = _access(record, log_format, block_size, tokenize, time_unit)
-        except BadRecord as error:
-            if not skip_bad:
+    reader = _Reader(log_format, block_size, tokenize, time_unit, shared_tokens)
+
+    def requests() -> Iterator[Request]:
+        last_s = -1.0
+        for number, (record, position_bytes) in enumerate(_read(log, log_format), start=1):
+            try:
+                accesses = reader.read(record)
+            except BadRecord as error:
+                if not skip_bad:
+                    raise TraceError(f"{log}: record {number}: {error}") from error
+                made.skipped_records += 1
+                continue
+            except TraceError as error:
                 raise TraceError(f"{log}: record {number}: {error}") from error
-            made.skipped_records += 1
-            continue
-        now_s = access.time
-        if now_s is None:
-            made.has_times = False
-            # Without times, a second between requests keeps their order.
-            now_s = last_s + 1 if made.requests else 0.0
-        if not made.requests:
-            first_s = last_s = now_s
-        made.late_requests += now_s < last_s
-        last_s = max(last_s, now_s)
-        line = {
-            "timestamp": round((last_s - first_s) * 1000, 3),
-            "input_length": access.input_length,
-            "output_length": access.output_length,
-            "hash_ids": access.ids,
-            "block_size": block_size,
-        }
-        write(json.dumps(line) + "\n")
-        made.requests += 1
-        made.blocks += len(access.ids)
-        made.tokens += access.input_length
-        progressed(made.requests, position_bytes)
+            made.expanded_records += len(accesses) > 1
+            for access in accesses:
+                made.has_times &= access.time is not None
+                # Without times, a second between requests keeps their order.
+                last_s = last_s + 1 if access.time is None else access.time
+                made.requests += 1
+                made.blocks += len(access.ids)
+                made.tokens += access.input_length
+                yield Request(np.array(access.ids, np.int64), access.input_length, access.output_length, last_s)
+            progressed(made.requests, position_bytes)
+
+    with tempfile.TemporaryDirectory(prefix="kvcache-trace-") as folder:
+        compact = CompactTrace.spool(requests(), block_size, Path(folder))
+        made.late_requests = compact.num_late
+        for request in compact:
+            line = {
+                "timestamp": round((request.arrival_s - float(compact.arrivals_s[0])) * 1000, 3),
+                "input_length": request.input_length,
+                "output_length": request.output_length,
+                "hash_ids": request.hash_ids.tolist(),
+                "block_size": block_size,
+            }
+            write(json.dumps(line) + "\n")
     if not made.requests:
         skipped = f" ({made.skipped_records} bad records)" if made.skipped_records else ""
         raise TraceError(f"{log} holds no request{skipped}")
@@ -142,12 +156,7 @@ def load_tokenizer(name: str) -> Tokenize:
 
 def chained_ids(tokens: Iterable[int], block_size: int) -> list[int]:
     """Return an id in 0..2**63-1 for each full block of a prompt."""
-    row = np.fromiter(tokens, dtype="<i4")
-    ids, parent = [], b""
-    for first in range(0, len(row) - block_size + 1, block_size):
-        parent = hashlib.blake2b(parent + row[first : first + block_size].tobytes(), digest_size=8).digest()
-        ids.append(int.from_bytes(parent, "little") >> 1)
-    return ids
+    return chain(np.fromiter(tokens, dtype="<i4"), block_size)[0]
 
 
 def _format_of(log: Path) -> str:
@@ -175,52 +184,137 @@ def _records(content: BinaryIO, log_format: str) -> Iterator[Any]:
         yield from (line for line in content if not line.isspace())
 
 
-def _access(record: Any, log_format: str, block_size: int, tokenize: Tokenize | None, time_unit: str) -> Access:
-    if log_format == "oracleGeneral":
-        if len(record) < _ORACLE_GENERAL.size:
-            raise BadRecord(f"must have {_ORACLE_GENERAL.size} bytes, got {len(record)}")
-        time, name, _, _ = _ORACLE_GENERAL.unpack(record)
-        # The file's ids are unsigned, those of a trace signed.
-        return Access([name - (name >> 63 << 64)], block_size, 0, float(time))
-    if log_format == "csv":
-        named = {str(key).strip().lower(): value for key, value in record.items() if key is not None}
-        column = _first(named, _OBJECTS)
-        if column is None or named[column] is None:
-            raise BadRecord(f"must have one of the columns {', '.join(_OBJECTS)}, has {shown(', '.join(named))}")
-        digest = hashlib.blake2b(named[column].strip().encode(), digest_size=8).digest()
-        return Access([int.from_bytes(digest, "little") >> 1], block_size, 0, _time(named, time_unit))
-    try:
-        request = json.loads(record)
-    except (ValueError, RecursionError) as error:
-        raise BadRecord(f"not JSON ({error}): {shown(record.strip().decode('utf-8', 'replace'))}") from error
-    if not isinstance(request, dict):
-        raise BadRecord(f"must be a JSON object, got {shown(request)}")
-    tokens = _tokens(request, tokenize)
-    return Access(chained_ids(tokens, block_size), len(tokens), _answer(request), _time(request, time_unit))
+class _Reader:
+    """Turns the records of a log into requests."""
+
+    def __init__(
+        self, log_format: str, block_size: int, tokenize: Tokenize | None, time_unit: str | None, shared_tokens: int
+    ) -> None:
+        self._format = log_format
+        self._block_size = block_size
+        self._tokenize = tokenize
+        self._unit = time_unit
+        self._deltas = DeltaSessions(block_size)
+        self._counted = CountedConversations(block_size, shared_tokens)
+        self._whole: set[bytes] = set()
+        self._is_first = True
+
+    def read(self, record: Any) -> list[Access]:
+        """Return the requests of a record: one, or one for each answer of a conversation."""
+        if self._format == "oracleGeneral":
+            if len(record) < _ORACLE_GENERAL.size:
+                raise BadRecord(f"must have {_ORACLE_GENERAL.size} bytes, got {len(record)}")
+            time, name, _, _ = _ORACLE_GENERAL.unpack(record)
+            # The file's ids are unsigned, those of a trace signed.
+            return [Access([name - (name >> 63 << 64)], self._block_size, 0, float(time))]
+        if self._format == "csv":
+            record = {plain_name(str(name)): value for name, value in record.items() if name is not None}
+            column = _first(record, OBJECTS)
+            if column is not None and (column in OBJECTS[:4] or record.keys() <= _ACCESSES):
+                digest = hashlib.blake2b(record[column].strip().encode(), digest_size=8).digest()
+                access = [int.from_bytes(digest, "little") >> 1]
+                return [Access(access, self._block_size, 0, _time(record, self._unit or "s"))]
+        else:
+            record, self._is_first = parse_object(record, self._is_first), False
+        # Counts and deltas come first: their records may hold a prompt's text, too, which is not all of the prompt.
+        conversation, count = _first(record, CONVERSATIONS), _first(record, COUNTS)
+        if ("delay" in record or "session_id" in record) and "input_length" in record:
+            return [self._delta(record)]
+        if conversation is not None and count is not None:
+            time = _time(record, self._unit or "s")
+            place = count_of(record["turn"], "turn") if record.get("turn") not in (None, "") else time
+            if place is None:
+                raise BadRecord("a conversation of token counts needs a turn or a time")
+            length, answer = count_of(record[count], count), _answer(record)
+            return [self._counted.access(str(record[conversation]), place, length, answer, time)]
+        return self._prompts(record)
+
+    def _delta(self, record: dict[str, Any]) -> Access:
+        named = ids_of(record).tolist() if record.get("hash_ids") else []
+        listed, length = record.get("block_size", _LISTED_TOKENS), count_of(record["input_length"], "input_length")
+        if named:
+            check_blocks(len(named), length, listed)
+        unit = self._unit or "ms"
+        time = _time(record, unit)
+        if time is None:
+            time = self._deltas.follows(record, float(record.get("delay") or 0) * TIME_UNITS[unit])
+        return self._deltas.access(record, named, listed, time)
+
+    def _prompts(self, record: dict[str, Any]) -> list[Access]:
+        time, answer = _time(record, self._unit or "s"), _answer(record)
+        if record.get("message_mode") == "delta" or ("delay" in record and "text_input" in record):
+            raise TraceError("the text of single turns without the answers: log whole prompts (docs: own-traces)")
+        chat = next((found for name in _CHATS if (found := _messages(record.get(name)))), None)
+        if chat is None:
+            tokens = self._tokens(record)
+            return [Access(chained_ids(tokens, self._block_size), len(tokens), answer, time)]
+        accesses = []
+        for end in self._asked(chat):
+            tokens = self._tokenized(chat[:end])
+            accesses.append(Access(chained_ids(tokens, self._block_size), len(tokens), answer, time))
+        return accesses
+
+    def _asked(self, chat: list[dict[str, Any]]) -> list[int]:
+        """Return the ends of the prompts in a chat: before each answer, if the chat ends with one.
+
+        In a log of requests with their answers, earlier answers have lines of their own.
+        """
+        if chat[-1].get("role") != "assistant":
+            return [len(chat)]
+        digest, ends = hashlib.blake2b(digest_size=16), []
+        for i, message in enumerate(chat):
+            if i and message.get("role") == "assistant":
+                ends.append(i)
+            digest.update(json.dumps(message, sort_keys=True).encode())
+            if digest.digest() in self._whole and i < len(chat) - 1:
+                ends.clear()
+        self._whole.add(digest.digest())
+        return ends or [len(chat)]
+
+    def _tokens(self, record: Mapping[str, Any]) -> list[int]:
+        for name in _TOKENS:
+            tokens = record.get(name)
+            if isinstance(tokens, list):
+                for token in tokens:
+                    if type(token) is not int or not 0 <= token <= _MAX_TOKEN:
+                        raise BadRecord(f"{name} must be ints in 0..2**31-1, got {shown(token)}")
+                return tokens
+        prompt = next((record[name] for name in _TEXTS if isinstance(record.get(name), str) and record[name]), None)
+        if prompt is None and "hash_ids" in record:
+            raise BadRecord("hash_ids: this is a trace already; kvcache plan and kvcache replay read it as it is")
+        if prompt is None:
+            known = describe({name: value for name, value in record.items() if name not in (*_CHATS, *_TEXTS)})
+            expected = ", ".join(dict.fromkeys((*_TOKENS, *_TEXTS, *_CHATS)))
+            raise BadRecord(known or f"must have token ids or text under one of {expected}, has {_names(record)}")
+        return self._tokenized(prompt)
+
+    def _tokenized(self, prompt: Any) -> list[int]:
+        if self._tokenize is None:
+            raise BadRecord(f"text needs a tokenizer (--tokenizer NAME), got {shown(prompt)}")
+        try:
+            return list(self._tokenize(prompt))
+        except Exception as error:  # of a template, of which anything may come
+            raise BadRecord(f"the tokenizer refuses {shown(prompt)}: {error}") from error
 
 
-def _tokens(request: Mapping[str, Any], tokenize: Tokenize | None) -> list[int]:
-    for name in _TOKENS:
-        tokens = request.get(name)
-        if isinstance(tokens, list):
-            for token in tokens:
-                if type(token) is not int or not 0 <= token <= _MAX_TOKEN:
-                    raise BadRecord(f"{name} must be ints in 0..2**31-1, got {shown(token)}")
-            return tokens
-    prompt = request.get("messages")
-    if not isinstance(prompt, list):
-        prompt = next((request[name] for name in _TEXTS if isinstance(request.get(name), str)), None)
-    if prompt is None and "hash_ids" in request:
-        raise BadRecord("hash_ids: this is a trace already; kvcache plan and kvcache replay read it as it is")
-    if prompt is None:
-        expected = ", ".join([*_TOKENS, *_TEXTS[1:], "messages"])
-        raise BadRecord(f"must have token ids or text under one of {expected}, has {shown(', '.join(request))}")
-    if tokenize is None:
-        raise BadRecord(f"text needs a tokenizer (--tokenizer NAME), got {shown(prompt)}")
-    try:
-        return list(tokenize(prompt))
-    except Exception as error:  # of a template, of which anything may come
-        raise BadRecord(f"the tokenizer refuses {shown(prompt)}: {error}") from error
+def _names(record: Mapping[str, Any]) -> str:
+    return shown(", ".join(record))
+
+
+def _messages(value: Any) -> list[dict[str, Any]] | None:
+    """Return a list of chat messages, which an export may hold as JSON text; None if the value is something else."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    if isinstance(value, dict):
+        value = value.get("messages")
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        return None
+    if "from" in value[0]:
+        return [{"role": _ROLES.get(one["from"], one["from"]), "content": one.get("value")} for one in value]
+    return value
 
 
 def _answer(request: Mapping[str, Any]) -> int:
@@ -229,9 +323,7 @@ def _answer(request: Mapping[str, Any]) -> int:
     name = _first(named, _ANSWERS)
     if name is None:
         return 0
-    if type(named[name]) is not int or named[name] < 0:
-        raise BadRecord(f"{name} must be an int >= 0, got {shown(named[name])}")
-    return int(named[name])
+    return count_of(named[name], name)
 
 
 def _time(named: Mapping[str, Any], unit: str) -> float | None:
@@ -255,4 +347,4 @@ def _time(named: Mapping[str, Any], unit: str) -> float | None:
 
 
 def _first(named: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    return next((name for name in names if named.get(name) is not None), None)
+    return next((name for name in names if named.get(name) not in (None, "")), None)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     Int64Array = npt.NDArray[np.int64]
 
 
+TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+"""The seconds of each unit of time."""
+
+
 class ReplayError(Exception):
     """A replay has failed; its counts are invalid."""
 

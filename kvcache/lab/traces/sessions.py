@@ -8,24 +8,25 @@ Only sessions under way are in memory.
 
 from __future__ import annotations
 
-import gzip
 import heapq
 import json
 import os
 import random
 import zlib
 from collections.abc import Generator, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvcache.lab.traces.files import Opened, open_lines
 from kvcache.lab.traces.requests import BadRecord, Request, TraceError, TraceFile
 
 if TYPE_CHECKING:
     from kvcache.lab.traces.requests import Int64Array
 
-_SUFFIXES = (".json", ".json.gz", ".jsonl", ".jsonl.gz")
+_SUFFIXES = tuple(f".{kind}{packed}" for kind in ("json", "jsonl") for packed in ("", ".gz", ".zst"))
 _STAGGER_S = 600.0
 _MAX_S = 1e9
 _MAX_TOKENS = 1 << 40
@@ -46,15 +47,22 @@ class _Session(NamedTuple):
 class SessionTrace(TraceFile):
     """The requests of recorded sessions, as of `users` people; each begins the next session after the last.
 
-    `path` is a folder of session files (``.json``, ``.jsonl``, also packed with gzip) or one file; each line of
-    ``.jsonl`` is a session. People begin within the first ten minutes; `seed` draws when, and the order of the files.
-    Raise TraceError if no session is found, or, unless `skip_bad`, if one is bad.
+    `path` is a folder of session files (``.json``, ``.jsonl``, also packed with gzip or zstd) or one file, which may be
+    `opened` already; each line of ``.jsonl`` is a session. People begin within the first ten minutes; `seed` draws
+    when, and the order of the files. Raise TraceError if no session is found, or, unless `skip_bad`, if one is bad.
     """
 
     format = "sessions"
     position_bytes = 0
 
-    def __init__(self, path: str | os.PathLike[str], users: int = 40, seed: int = 0, skip_bad: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        users: int = 40,
+        seed: int = 0,
+        skip_bad: bool = False,
+        opened: Opened | None = None,
+    ) -> None:
         if type(users) is not int or users < 1:
             raise ValueError(f"users must be an int >= 1, got {users!r}")
         self.path = Path(path)
@@ -67,8 +75,9 @@ class SessionTrace(TraceFile):
         self._num_ids = 0
         self._shared: dict[tuple[int, int, int], int] = {}
         self._global: dict[int, int] = {}
-        self._files = _session_files(self.path)
-        self.size_bytes = max(1, sum(file.stat().st_size for file in self._files))
+        self._files = [self.path] if opened else _session_files(self.path)
+        self._opened = opened
+        self.size_bytes = max(1, sum(file.stat().st_size for file in self._files if file.exists()))
         self._draw.shuffle(self._files)
         self._sessions = self._read()
         self._first = next(self._sessions, None)
@@ -106,7 +115,7 @@ class SessionTrace(TraceFile):
 
     def _read(self) -> Generator[_Session, None, None]:
         for file in self._files:
-            for where, text in _documents(file):
+            for where, text in _documents(file, self._opened):
                 try:
                     if isinstance(text, Exception):
                         raise BadRecord(f"cannot be read: {text}")
@@ -118,7 +127,7 @@ class SessionTrace(TraceFile):
                     continue
                 if session.steps:
                     yield session
-            self.position_bytes += file.stat().st_size
+            self.position_bytes += file.stat().st_size if file.exists() else 0
 
     def _parse(self, where: str, text: bytes) -> _Session:
         try:
@@ -168,22 +177,11 @@ class SessionTrace(TraceFile):
         return _Session(where, steps)
 
 
-def is_session(record: Any) -> bool:
-    """Return whether a decoded line is a session."""
-    return isinstance(record, dict) and isinstance(record.get("requests"), list) and "hash_ids" not in record
-
-
-def holds_sessions(path: Path) -> bool:
-    """Return whether a path holds recorded sessions: a folder, or a file whose first document is one."""
-    if path.is_dir():
-        return True
-    if not path.is_file() or not path.name.endswith(_SUFFIXES):
-        return False
-    _, text = next(_documents(path), ("", b""))
-    try:
-        return not isinstance(text, Exception) and is_session(json.loads(text))
-    except (ValueError, RecursionError):
-        return False
+def is_session(head: bytes) -> bool:
+    """Return whether a file with these first bytes holds sessions: objects with requests in blocks of some size."""
+    before, _, behind = head.partition(b'"requests"')
+    is_object = head.lstrip()[:1] == b"{" and b'"hash_ids"' not in before
+    return is_object and bool(behind) and (b'"hash_ids"' in behind or b'"block_size"' in head)
 
 
 def _session_files(path: Path) -> list[Path]:
@@ -196,19 +194,28 @@ def _session_files(path: Path) -> list[Path]:
         raise TraceError(f"cannot open sessions {path}: {error.strerror}") from error
 
 
-def _documents(path: Path) -> Iterator[tuple[str, bytes | Exception]]:
+def _documents(path: Path, opened: Opened | None = None) -> Iterator[tuple[str, bytes | Exception]]:
     """Yield the name of each document of a file, and its text or the error of reading it."""
-    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rb") as file:
-            if ".jsonl" not in path.name:
-                yield str(path), file.read()
+        raw, file = opened or open_lines(path)
+        with raw:
+            line = file.readline()
+            if ".jsonl" not in path.name and (".json" in path.name or not _is_json(line)):
+                yield str(path), line + file.read()
                 return
-            for number, line in enumerate(file, 1):
-                if not line.isspace():
-                    yield f"{path}:{number}", line
+            for number, text in enumerate(chain([line], file), 1):
+                if not text.isspace():
+                    yield f"{path}:{number}", text
     except (OSError, EOFError, zlib.error) as error:
         yield str(path), error
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _flat(requests: list[Any], base_s: float) -> Iterator[dict[str, Any]]:

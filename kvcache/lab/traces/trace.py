@@ -5,28 +5,29 @@ A trace may be larger than memory; `kvcache.lab.traces.compact.CompactTrace` hol
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.lab.traces.requests import BadRecord, Request, TraceFile
+from kvcache.lab.traces.files import Opened, open_lines
+from kvcache.lab.traces.formats import describe, describe_text
+from kvcache.lab.traces.requests import TIME_UNITS, BadRecord, Request, TraceFile
 from kvcache.lab.traces.requests import TraceError as TraceError
-from kvcache.lab.traces.sessions import SessionTrace, holds_sessions
-from kvcache.registry import how_to_install
+from kvcache.lab.traces.sessions import SessionTrace, is_session
+from kvcache.lab.traces.turns import seed_of
 
 if TYPE_CHECKING:
     from kvcache.lab.traces.requests import Int64Array
 
-_GZIP_MAGIC = b"\x1f\x8b"
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SHOWN_CHARS = 60
+_PEEKED_BYTES = 1 << 14
 # Larger than any prompt or clock; sums fit into 64 bits.
 _MAX_TOKENS = 1 << 40
 _MAX_TIME = 10**18
@@ -34,9 +35,9 @@ _SIZES = [1 << power for power in range(2, 14)]
 
 
 def _read_mooncake(record: dict[str, Any], block_size: int) -> Request:
-    ids, input_length = _ids(record), _length(record, "input_length")
-    _check_blocks(len(ids), input_length, block_size)
-    return Request(ids, input_length, _length(record, "output_length"), _time(record) / 1000)
+    ids, input_length = ids_of(record), _length(record, "input_length")
+    check_blocks(len(ids), input_length, block_size)
+    return Request(ids, input_length, _length(record, "output_length", 0), _time(record))
 
 
 def _read_bailian(record: dict[str, Any], block_size: int) -> Request:
@@ -45,27 +46,39 @@ def _read_bailian(record: dict[str, Any], block_size: int) -> Request:
             raise BadRecord(f"{name} must be an int, got {shown(record[name])}")
     if not isinstance(_field(record, "type"), str):
         raise BadRecord(f"type must be a string, got {shown(record['type'])}")
-    ids = _ids(record)
+    ids = ids_of(record)
     # Some published files list no lengths: then every block counts as full.
-    input_length = _length(record, "input_length") if "input_length" in record else block_size * len(ids)
-    _check_blocks(len(ids), input_length, block_size)
-    output_length = _length(record, "output_length") if "output_length" in record else 0
-    return Request(ids, input_length, output_length, _time(record))
+    input_length = _length(record, "input_length", block_size * len(ids))
+    check_blocks(len(ids), input_length, block_size)
+    return Request(ids, input_length, _length(record, "output_length", 0), _time(record))
 
 
-_FORMATS: dict[str, tuple[int, Callable[[dict[str, Any], int], Request]]] = {
-    "mooncake": (512, _read_mooncake),
-    "bailian": (16, _read_bailian),
+# The tokens of a block, the seconds of a unit of time, and the reader.
+_FORMATS: dict[str, tuple[int, float, Callable[[dict[str, Any], int], Request]]] = {
+    "mooncake": (512, 1e-3, _read_mooncake),
+    "bailian": (16, 1.0, _read_bailian),
 }
 
 
 def open_trace(
-    path: str | os.PathLike[str], block_size: int | None = None, skip_bad: bool = False, users: int = 40, seed: int = 0
+    path: str | os.PathLike[str],
+    block_size: int | None = None,
+    skip_bad: bool = False,
+    users: int = 40,
+    seed: int = 0,
+    time_unit: str | None = None,
 ) -> TraceFile:
     """Open a trace of requests, or recorded sessions; `block_size` is that of a listed block, None: the format's."""
-    if holds_sessions(Path(path)):
+    if Path(path).is_dir():
         return SessionTrace(path, users, seed, skip_bad)
-    return Trace(path, block_size, skip_bad)
+    opened = open_lines(path)
+    try:
+        # Standard input can be read once, so its first bytes are looked at and stay in the buffer.
+        if is_session(opened[1].peek(_PEEKED_BYTES)):  # type: ignore[attr-defined]
+            return SessionTrace(path, users, seed, skip_bad, opened)
+    except (OSError, EOFError, zlib.error):
+        pass  # Trace names the error and its line.
+    return Trace(path, block_size, skip_bad, time_unit, opened)
 
 
 class Trace(TraceFile):
@@ -77,7 +90,14 @@ class Trace(TraceFile):
     `skip_bad`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], block_size: int | None = None, skip_bad: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        block_size: int | None = None,
+        skip_bad: bool = False,
+        time_unit: str | None = None,
+        opened: Opened | None = None,
+    ) -> None:
         self.path = Path(path)
         self.name = "standard input" if str(path) == "-" else self.path.name
         self.num_skipped = 0
@@ -85,22 +105,17 @@ class Trace(TraceFile):
         self._line = 0
         self.format = ""
         self.block_size = block_size or 0
-        try:
-            # A copy of the descriptor, so that closing the trace leaves standard input open.
-            self._raw = os.fdopen(os.dup(0), "rb") if str(path) == "-" else self.path.open("rb")
-        except OSError as error:
-            raise TraceError(f"cannot open trace {self.path}: {error.strerror}") from error
+        self._unit_s = TIME_UNITS[time_unit] if time_unit else 0.0
+        self._last_s = -1.0
+        self._first_ids: dict[Any, Any] = {}
+        self._raw, self._lines = opened or open_lines(path)
         try:
             self.size_bytes = max(1, os.fstat(self._raw.fileno()).st_size)
-            self._lines = unpacked(self._raw)
             self._requests = self._read()
             self._first: Request | None = next(self._requests, None)
             if self._first is None:
                 skipped = f" ({self.num_skipped} bad lines)" if self.num_skipped else ""
                 raise TraceError(f"trace {self.path} holds no request{skipped}")
-        except OSError as error:
-            self._raw.close()
-            raise TraceError(f"cannot read trace {self.path}: {error.strerror or error}") from error
         except BaseException:
             self._raw.close()
             raise
@@ -132,80 +147,58 @@ class Trace(TraceFile):
                 continue
             try:
                 yield self._parse(line)
-            except BadRecord as error:
-                if not self._skip_bad:
+            except (BadRecord, TraceError) as error:
+                if isinstance(error, TraceError) or not self._skip_bad:
                     raise TraceError(f"{self.path}:{self._line}: {error}") from error
                 self.num_skipped += 1
 
     def _parse(self, line: bytes) -> Request:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            text = line.strip().decode("utf-8", "replace")
-            raise BadRecord(f"not JSON ({error}): {shown(text)}") from error
-        if not isinstance(record, dict):
-            raise BadRecord(f"must be a JSON object, got {shown(record)}")
+        record = parse_object(line, not self.format)
         # The first good line settles the format.
         name = self.format or ("bailian" if "chat_id" in record else "mooncake")
-        default_size, read = _FORMATS[name]
+        default_size, unit_s, read = _FORMATS[name]
+        if "hash_ids" not in record and not self.format and (text := describe(record)):
+            raise TraceError(text)
         block_size = self.block_size or record.get("block_size", default_size)
         if type(block_size) is not int or block_size < 1 or record.get("block_size", block_size) != block_size:
             expected = f"the {self.block_size} tokens that were given or read" if self.block_size else "an int >= 1"
             raise BadRecord(f"block_size must be {expected}, got {shown(record['block_size'])}")
         request = read(record, block_size)
-        self.format, self.block_size = name, block_size
-        return request
+        self._check_whole(record)
+        # Without times, a second between requests keeps their order.
+        now_s = self._last_s + 1 if math.isnan(request.arrival_s) else request.arrival_s * (self._unit_s or unit_s)
+        self.format, self.block_size, self._last_s = name, block_size, now_s
+        return replace(request, arrival_s=now_s)
+
+    def _check_whole(self, record: dict[str, Any]) -> None:
+        """Raise TraceError if a line holds only the new tokens of a session's turn."""
+        if "session_id" not in record and "delay" not in record:
+            return
+        session, ids = record.get("session_id"), record["hash_ids"]
+        first = self._first_ids.setdefault(session, ids[0] if ids else None)
+        is_whole = record.get("timestamp") is not None and (not ids or first in (None, ids[0]) or session is None)
+        if "delay" in record or not is_whole:
+            raise TraceError(
+                "sessions of AIPerf or Dynamo, whose lines hold only the new tokens of a turn: kvcache trace make FILE "
+                "OUT adds them up (jq -c 'del(.session_id, .delay)' if each line holds its whole prompt)"
+            )
 
 
-def unpacked(raw: io.BufferedReader) -> BinaryIO:
-    """Return the content of a file that is plain, gzip or zstd."""
-    magic = raw.peek(4)[:4]
-    if magic.startswith(_GZIP_MAGIC):
-        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-    if magic != _ZSTD_MAGIC:
-        return raw
+def parse_object(line: bytes, is_first: bool) -> dict[str, Any]:
+    """Return the object of a line; raise BadRecord, or TraceError if a first line shows a file of another format."""
     try:
-        import zstandard
-    except ModuleNotFoundError as error:
-        raise TraceError(f"{raw.name} is zstd{how_to_install(error)}") from error
-    return io.BufferedReader(_ZstdFrames(raw, zstandard), 1 << 18)
-
-
-class _ZstdFrames(io.RawIOBase):
-    """The content of zstd frames; raises EOFError if the last frame is cut, unlike zstandard's own reader."""
-
-    def __init__(self, packed: BinaryIO, library: Any) -> None:
-        super().__init__()
-        self._packed = packed
-        # `zstd --long=31` writes windows of 2 GiB.
-        self._unpacker = library.ZstdDecompressor(max_window_size=1 << 31)
-        self._broken = library.ZstdError
-        self._frame: Any = None
-        self._rest = b""
-        self._content = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._content:
-            packed = self._rest or self._packed.read(1 << 16)
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("the zstd frame is cut short")
-                return 0
-            frame = self._frame = self._frame or self._unpacker.decompressobj()
-            try:
-                self._content = memoryview(frame.decompress(packed))
-            except self._broken as error:
-                raise OSError(str(error)) from error
-            self._rest = frame.unused_data
-            if frame.eof:
-                self._frame = None
-        count = min(len(buffer), len(self._content))
-        buffer[:count] = self._content[:count]
-        self._content = self._content[count:]
-        return count
+        record = json.loads(line)
+        text = "" if isinstance(record, dict) else f"must be a JSON object, got {shown(record)}"
+        known = describe_text("[") if isinstance(record, list) else ""
+    except (ValueError, RecursionError) as error:
+        record = line.strip().decode("utf-8", "replace")
+        text, known = f"not JSON ({error}): {shown(record)}", describe_text(record)
+    # Skipping bad lines would hide that no line is a good one.
+    if known and is_first:
+        raise TraceError(known)
+    if text:
+        raise BadRecord(text)
+    return record  # type: ignore[no-any-return]
 
 
 def shown(value: object) -> str:
@@ -223,21 +216,27 @@ def _field(record: dict[str, Any], name: str) -> Any:
         raise BadRecord(f"lacks {name!r}, has {shown(', '.join(record))}{hint}") from None
 
 
-def _ids(record: dict[str, Any]) -> Int64Array:
+def ids_of(record: dict[str, Any]) -> Int64Array:
+    """Return the ids of a record as signed numbers: unsigned ones wrap, and names are hashed."""
     ids = _field(record, "hash_ids")
     if not isinstance(ids, list):
         raise BadRecord(f"hash_ids must be a list of ints, got {shown(ids)}")
+    kind = str if ids and isinstance(ids[0], str) else int
     for value in ids:
-        if type(value) is not int:
-            raise BadRecord(f"hash_ids must be ints, got {shown(value)}")
+        if type(value) is not kind:
+            raise BadRecord(f"hash_ids must be ints, or all names, got {shown(value)}")
+    if kind is str:
+        return np.array([seed_of(name) for name in ids], dtype=np.int64)
     try:
         return np.array(ids, dtype=np.int64)
     except OverflowError:
-        wide = next(value for value in ids if not -(1 << 63) <= value < 1 << 63)
-        raise BadRecord(f"hash_ids must fit 64 bits, got {shown(wide)}") from None
+        wide = next((value for value in ids if not -(1 << 63) <= value < 1 << 64), None)
+        if wide is not None:
+            raise BadRecord(f"hash_ids must fit 64 bits, got {shown(wide)}") from None
+        return np.array([value - (value >> 63 << 64) if value > 0 else value for value in ids], dtype=np.int64)
 
 
-def _check_blocks(num_ids: int, num_tokens: int, block_size: int) -> None:
+def check_blocks(num_ids: int, num_tokens: int, block_size: int) -> None:
     """Raise unless `num_ids` blocks have so many tokens, with the partial last block or without it."""
     num_full, rest = divmod(num_tokens, block_size)
     if num_ids - num_full in (0, rest > 0):
@@ -248,15 +247,17 @@ def _check_blocks(num_ids: int, num_tokens: int, block_size: int) -> None:
     raise BadRecord(f"hash_ids must be {wanted} for {num_tokens} tokens in blocks of {block_size}, got {num_ids}{hint}")
 
 
-def _length(record: dict[str, Any], name: str) -> int:
-    value = _field(record, name)
+def _length(record: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = _field(record, name) if default is None else record.get(name, default)
     if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
         raise BadRecord(f"{name} must be an int in 0..2**40, got {shown(value)}")
     return value
 
 
 def _time(record: dict[str, Any]) -> float:
-    value = _field(record, "timestamp")
+    value = record.get("timestamp")
+    if value is None:
+        return math.nan
     if type(value) not in (int, float) or not 0 <= value <= _MAX_TIME:
         raise BadRecord(f"timestamp must be a number in 0..1e18, got {shown(value)}")
     return float(value)

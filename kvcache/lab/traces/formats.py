@@ -1,0 +1,65 @@
+"""Name the format of a record that is no request of a trace, and the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MAKE = "kvcache trace make FILE OUT"
+PROMPTS = ("prompt_token_ids", "token_ids", "input_ids", "messages", "conversations", "prompt", "text", "input")
+CONVERSATIONS = ("conversation", "conversation_id")
+COUNTS = ("input_length", "prompt_tokens", "input_tokens")
+OBJECTS = ("obj_id", "object_id", "object", "obj", "id", "key")
+_LENGTHS = {
+    *(*COUNTS, "contexttokens", "request_tokens", "num_prefill_tokens", "prompt_length", "prompt_len", "total_tokens"),
+    *("input_lens", "input_len", "num_input_tokens"),
+}
+_EMPTY: tuple[Any, ...] = (None, "", "{}", "[]", [], {})
+_RULES: tuple[tuple[set[str], str], ...] = (
+    ({"custom_id", "body"}, f"a batch for OpenAI's API: jq -c .body FILE > log.jsonl, then {MAKE}"),
+    ({"custom_id", "response"}, "results of a batch, which hold no prompts: take the file of its requests"),
+    (
+        {"timestamp", "requests"},
+        "an AIBrix workload: jq -c '.timestamp as $t | .requests[] + {timestamp: $t}' FILE > log.jsonl, "
+        f"then {MAKE} --time-unit ms",
+    ),
+    (
+        {"rid", "obj"},
+        "a request log of SGLang: jq -c 'select(.out) | {timestamp, input_ids: .obj.input_ids, text: .obj.text}' "
+        f"FILE > log.jsonl, then {MAKE}",
+    ),
+)
+
+
+def describe(record: Mapping[str, Any] | Iterable[str]) -> str:
+    """Return what a record, or the header of a CSV, is and what to do with it; "" if it is unknown."""
+    if isinstance(record, Mapping):
+        record = [name for name, value in record.items() if value not in _EMPTY]
+    names = {plain_name(name) for name in record}
+    for wanted, text in _RULES:
+        if wanted <= names:
+            return text
+    if names & set(PROMPTS):
+        return f"a log of prompts: {MAKE}"
+    if names & set(CONVERSATIONS) and names & set(COUNTS):
+        return f"token counts of conversations: {MAKE}"
+    if names & _LENGTHS:
+        return (
+            "lengths alone, which do not say what hits: log the token ids of each prompt, or its conversation, so that "
+            f"{MAKE} finds what prompts share (docs: own-traces)"
+        )
+    return f"accesses to another cache: {MAKE}" if names & set(OBJECTS[:4]) else ""
+
+
+def describe_text(line: str) -> str:
+    """Return what a line that is not a JSON object is and what to do with it; "" if it is unknown."""
+    if line.startswith("["):
+        return "JSON, but one value over many lines or records: jq -c '.[]' FILE > lines.jsonl"
+    if line.startswith("{"):
+        return "JSON, but one value over many lines: jq -c . FILE > lines.jsonl" if line.rstrip()[-1] in "{,[" else ""
+    return "CSV: " + (describe(line.split(",")) or f"{MAKE} reads some") if "," in line else ""
+
+
+def plain_name(name: str) -> str:
+    """Return a field's or column's name in lower case, with underscores."""
+    return name.strip().strip("\ufeff\"'").lower().replace(" ", "_")

@@ -1,0 +1,351 @@
+"""Files that planners have: each gives the figure of a plain simulation, or an error with the next step."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import OrderedDict
+
+import pytest
+
+from kvcache.lab.traces.make import make_trace
+from kvcache.lab.traces.requests import TraceError
+
+pytest.importorskip("typer")
+
+BLOCK = 16
+
+
+def hits_of(prompts, block_size, capacity=None):
+    """Return the blocks of prompts (tokens, in order of arrival) that hit as a leading run, of `capacity` in all.
+
+    Only full blocks are cached, each under all tokens up to its end. A request that names more blocks than fit is not
+    stored.
+    """
+    cache = OrderedDict()
+    num_hits = 0
+    for prompt in prompts:
+        ends = range(block_size, len(prompt) + 1, block_size)
+        blocks = [tuple(prompt[:end]) for end in ends]
+        run = 0
+        while run < len(blocks) and blocks[run] in cache:
+            run += 1
+        num_hits += run
+        # The first block of a prompt is used last, so that a prefix outlives what follows it.
+        for block in reversed([block for block in blocks if block in cache]):
+            cache.move_to_end(block)
+        missing = [block for block in blocks if block not in cache]
+        if capacity is not None and len(blocks) > capacity:
+            continue
+        while capacity is not None and len(cache) + len(missing) > capacity:
+            victim = next(block for block in cache if block not in blocks)
+            del cache[victim]
+        cache.update(dict.fromkeys(missing))
+        for block in reversed(blocks):
+            cache.move_to_end(block)
+    return num_hits
+
+
+def chats(num_chats=20, turns=5, seed=1):
+    """Return (time, chat, turn, prompt, answer) of chats over one system prompt, in order of time."""
+    draw = random.Random(seed)
+    rows = []
+    for chat in range(num_chats):
+        time, tokens = draw.uniform(0, 300), [("system", i) for i in range(40)]
+        for turn in range(turns):
+            tokens = [*tokens, *((chat, turn, i) for i in range(draw.randrange(5, 60)))]
+            answer = draw.randrange(1, 40)
+            rows.append((round(time, 3), chat, turn, list(tokens), answer))
+            tokens += [(chat, turn, "answer", i) for i in range(answer)]
+            time += draw.uniform(1, 60)
+    return sorted(rows, key=lambda row: row[0])
+
+
+def trace_lines(rows):
+    """Return rows as lines of a Mooncake trace, with a number for each prefix that fills a block."""
+    ids = {}
+    lines = []
+    for time, _, _, tokens, answer in rows:
+        ends = range(BLOCK, len(tokens) + 1, BLOCK)
+        named = [ids.setdefault(tuple(tokens[:end]), len(ids)) for end in ends]
+        line = {"timestamp": time * 1000, "input_length": len(tokens), "output_length": answer, "hash_ids": named}
+        lines.append({**line, "block_size": BLOCK})
+    return lines
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+ROWS = chats()
+PROMPTS = [tokens for _, _, _, tokens, _ in ROWS]
+LINES = trace_lines(ROWS)
+ORDERS = {
+    "by time": list(range(len(ROWS))),
+    "by chat": sorted(range(len(ROWS)), key=lambda i: ROWS[i][1]),
+    "shuffled": random.Random(2).sample(range(len(ROWS)), len(ROWS)),
+    "two servers": sorted(range(len(ROWS)), key=lambda i: ROWS[i][1] % 2),
+}
+
+
+@pytest.fixture
+def planned(run_json):
+    """Return the hits of a file in a plan."""
+
+    def hits(path, blocks=10_000, *options):
+        return run_json("plan", path, "--blocks", blocks, "--jobs", 1, "--quiet", *options)["cells"][0]["hit_blocks"]
+
+    return hits
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Return a trace that is made from a log."""
+
+    def trace(log, **options):
+        path = tmp_path / "made.jsonl"
+        with path.open("w") as file:
+            options = {"tokenize": words, **options}
+            trace.facts = make_trace(log, file.write, BLOCK, **options)
+        return path
+
+    return trace
+
+
+def words(prompt):
+    """Stand for a tokenizer: a token for each word of a text, or of a chat's messages."""
+    text = prompt if isinstance(prompt, str) else " ".join(f"{one['role']} {one['content']}" for one in prompt)
+    return [int.from_bytes(word.encode()[-3:], "little") for word in text.split()]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_order_of_lines_changes_nothing(tmp_path, run_json, planned, made, order):
+    path = write(tmp_path / "trace.jsonl", [LINES[i] for i in ORDERS[order]])
+    expected = hits_of(PROMPTS, BLOCK, 60)
+    assert planned(path, 60) == expected
+    assert run_json("replay", path, "--blocks", 60, "--no-data", "--quiet")["hit_blocks"] == expected
+    options = ("--engines", 1, "--copies", 1, "--blocks", 60, "--quiet")
+    assert run_json("fleet", path, *options)["cells"][0]["local_blocks"] == expected
+    tokens = {}
+    log = [
+        {"time": ROWS[i][0], "token_ids": [tokens.setdefault(token, len(tokens)) for token in PROMPTS[i]]}
+        for i in ORDERS[order]
+    ]
+    assert planned(made(write(tmp_path / "log.jsonl", log)), 60) == expected
+    times = [json.loads(line)["timestamp"] for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    assert times == [round((time - ROWS[0][0]) * 1000, 3) for time, *_ in ROWS]
+
+
+def test_long_trace_is_sorted_in_runs(tmp_path, planned, monkeypatch):
+    monkeypatch.setattr("kvcache.lab.traces.compact._RUN_IDS", 100)
+    monkeypatch.setattr("kvcache.lab.traces.compact._PIECE_IDS", 30)
+    path = write(tmp_path / "trace.jsonl", [LINES[i] for i in ORDERS["shuffled"]])
+    assert planned(path, 60) == hits_of(PROMPTS, BLOCK, 60)
+
+
+def test_late_lines_are_counted(tmp_path, run, run_json):
+    path = write(tmp_path / "trace.jsonl", [LINES[0], LINES[50], LINES[20], LINES[30], LINES[60]])
+    line = "2 of 5 requests stood behind later ones: sorted by time"
+    for words_of in (("plan",), ("replay", "--no-data"), ("fleet", "--engines", 1)):
+        assert line in run(words_of[0], path, *words_of[1:], "--quiet")[1]
+    assert run_json("plan", path, "--quiet")["doubts"] == [line]
+
+
+def deltas(rows, listed=BLOCK, **more):
+    """Return chats as sessions of AIPerf: a line has the new tokens of its turn, and a delay but for the first."""
+    lines, last, names = [], {}, {}
+    for time, chat, turn, tokens, answer in sorted(rows, key=lambda row: row[1:3]):
+        before, length = last.get(chat, (time, 0))
+        new = tokens[length:]
+        named = [names.setdefault(tuple(new[i : i + listed]), len(names)) for i in range(0, len(new), listed)]
+        line = {"session_id": f"s{chat}", "input_length": len(new), "output_length": answer, "hash_ids": named, **more}
+        lines.append(line | ({"delay": round((time - before) * 1000, 3)} if turn else {"timestamp": time * 1000}))
+        last[chat] = (time, len(tokens) + answer)
+    return lines
+
+
+@pytest.mark.parametrize("capacity", [60, 10_000])
+def test_sessions_of_deltas_add_up(tmp_path, planned, made, capacity):
+    log = write(tmp_path / "sessions.jsonl", deltas(ROWS, block_size=BLOCK))
+    assert planned(made(log), capacity) == hits_of(PROMPTS, BLOCK, capacity)
+
+
+def test_deltas_in_large_blocks_add_up(tmp_path, planned, made):
+    # Each session's first block holds the system prompt and its own question, so nothing is shared.
+    own = [[(chat, *token) for token in tokens] for _, chat, _, tokens, _ in ROWS]
+    assert planned(made(write(tmp_path / "sessions.jsonl", deltas(ROWS, 512)))) == hits_of(own, BLOCK)
+
+
+def test_deltas_without_ids_add_up(tmp_path, planned, made):
+    own = [[(chat, *token) for token in tokens] for _, chat, _, tokens, _ in ROWS]
+    lines = [{name: value for name, value in line.items() if name != "hash_ids"} for line in deltas(ROWS)]
+    assert planned(made(write(tmp_path / "sessions.jsonl", lines))) == hits_of(own, BLOCK)
+
+
+@pytest.mark.parametrize("skipped", [(), ("--skip-bad",)])
+@pytest.mark.parametrize("lacks", ["delay", "timestamp"])
+def test_plan_refuses_sessions_of_deltas(tmp_path, run, lacks, skipped):
+    lines = [{name: value for name, value in line.items() if name != lacks} for line in deltas(ROWS, block_size=BLOCK)]
+    status, _, err = run("plan", write(tmp_path / "sessions.jsonl", lines), *skipped)
+    assert status == 2
+    assert "sessions of AIPerf or Dynamo" in err
+    assert "kvcache trace make FILE OUT" in err
+
+
+def test_sessions_of_whole_prompts_are_read(tmp_path, planned, made):
+    lines = [{**line, "session_id": chat} for line, (_, chat, *_) in zip(LINES, ROWS, strict=True)]
+    path = write(tmp_path / "trace.jsonl", lines)
+    assert planned(path, 60) == hits_of(PROMPTS, BLOCK, 60)
+    with pytest.raises(TraceError, match="hold whole prompts: remove session_id"):
+        made(path)
+
+
+HEADER = "timestamp,conversation,turn,prompt_tokens,completion_tokens"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shared", [0, 40])
+def test_counted_conversations_give_all_hits(tmp_path, planned, made, order, shared):
+    rows = [ROWS[i] for i in ORDERS[order]]
+    text = [f"{time},c{chat},{turn},{len(tokens)},{answer}" for time, chat, turn, tokens, answer in rows]
+    log = tmp_path / "counts.csv"
+    log.write_text("\n".join([HEADER, *text]))
+    # Only the system prompt is shared, and only if its length is known.
+    prompts = [[token if shared else (chat, *token) for token in tokens] for _, chat, _, tokens, _ in ROWS]
+    assert planned(made(log, shared_tokens=shared), 60) == hits_of(prompts, BLOCK, 60)
+
+
+def test_counts_of_new_tokens_are_refused(tmp_path, made):
+    rows = [{"time": i, "conversation_id": "a", "input_tokens": n} for i, n in enumerate((500, 80, 90))]
+    with pytest.raises(TraceError, match="conversation 'a': a later prompt has 80 tokens, an earlier one 500"):
+        made(write(tmp_path / "log.jsonl", rows), skip_bad=True)
+
+
+def spoken(chat, turn):
+    """Return the messages of a chat up to a turn's question, then its answer."""
+    messages = [{"role": "system", "content": "you are a helpful assistant " * 8}]
+    for i in range(turn + 1):
+        messages.append({"role": "user", "content": f"q{chat}{i} " * (11 + i)})
+        messages.append({"role": "assistant", "content": f"a{chat}{i} " * 17})
+    return messages
+
+
+@pytest.mark.parametrize("name", ["messages", "input", "conversations"])
+def test_whole_conversations_become_requests(tmp_path, run, planned, made, name):
+    prompts = [words(spoken(chat, turn)[:-1]) for chat in range(9) for turn in range(4)]
+    records = [{name: spoken(chat, 3), "timestamp": chat} for chat in range(9)]
+    if name == "conversations":
+        roles = {"user": "human", "assistant": "gpt", "system": "system"}
+        records = [
+            {"id": i, name: [{"from": roles[one["role"]], "value": one["content"]} for one in record[name]]}
+            for i, record in enumerate(records)
+        ]
+    path = made(write(tmp_path / "log.jsonl", records))
+    assert (made.facts.requests, made.facts.expanded_records) == (36, 9)
+    assert planned(path) == hits_of(prompts, BLOCK)
+
+
+def test_answered_requests_are_not_expanded(tmp_path, planned, made):
+    answered = [spoken(chat, turn) for chat in range(5) for turn in range(4)]
+    path = made(write(tmp_path / "log.jsonl", [{"messages": messages} for messages in answered]))
+    assert made.facts.requests == 20
+    assert planned(path) == hits_of([words(messages[:-1]) for messages in answered], BLOCK)
+
+
+def test_export_of_langfuse_is_a_log(tmp_path, planned, made):
+    prompts = [spoken(chat, turn)[:-1] for chat in range(3) for turn in range(3)]
+    cells = ['"' + json.dumps(messages).replace('"', '""') + '"' for messages in prompts]
+    log = tmp_path / "langfuse.csv"
+    rows = [f'"t{i}","2026-01-01T00:00:{i:02}Z","chat","u1",{cell},"fine"' for i, cell in enumerate(cells)]
+    log.write_text("\n".join(['"id","timestamp","name","userId","input","output"', *rows]))
+    assert planned(made(log)) == hits_of(map(words, prompts), BLOCK)
+
+
+LENGTHS = "lengths alone, which do not say what hits"
+MAKE = "kvcache trace make FILE OUT"
+FOREIGN = {
+    "azure.csv": ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n", LENGTHS),
+    "burst.csv": ("Timestamp,Model,Request tokens,Response tokens,Total tokens\n5,GPT,472,18,490\n", LENGTHS),
+    "burst2.csv": ("Timestamp,Session ID,Elapsed time,Model,Request tokens\n5,7,3,GPT,472\n", LENGTHS),
+    "spend.csv": ("request_id,startTime,prompt_tokens,completion_tokens,session_id,messages\nr,5,9,1,s,{}\n", LENGTHS),
+    "spend.jsonl": ('{"request_id": "r", "prompt_tokens": 9, "session_id": "s", "messages": {}}\n', LENGTHS),
+    "mooncake.jsonl": ('{"timestamp": 5, "input_length": 9, "output_length": 3}\n', LENGTHS),
+    "bench.json": ('{"date": "x", "input_lens": [5, 6], "output_lens": [1, 1]}\n', LENGTHS),
+    "list.json": ('[\n  {"timestamp": 0, "hash_ids": [1]}\n]\n', "jq -c '.[]' FILE"),
+    "one_line.json": ('[{"timestamp": 0, "hash_ids": [1]}]\n', "jq -c '.[]' FILE"),
+    "pretty.json": ('{\n  "timestamp": 0,\n  "hash_ids": [1]\n}\n', "jq -c . FILE"),
+    "batch.jsonl": ('{"custom_id": "r", "method": "POST", "body": {"messages": []}}\n', "jq -c .body FILE"),
+    "aibrix.jsonl": ('{"timestamp": 0, "requests": [{"prompt": "hi", "prompt_length": 1}]}\n', "an AIBrix workload"),
+    "sglang.log": ('{"timestamp": "x", "event": "request.finished", "rid": "r", "obj": {"text": "hi"}}\n', "of SGLang"),
+    "prompts.jsonl": ('{"prompt": "hello", "output_tokens": 3}\n', f"a log of prompts: {MAKE}"),
+    "share.jsonl": ('{"id": "1", "conversations": [{"from": "human", "value": "hi"}]}\n', f"a log of prompts: {MAKE}"),
+    "langfuse.csv": ("id,timestamp,name,userId,input,output\n1,2,c,u,hi,x\n", f"a log of prompts: {MAKE}"),
+    "counts.csv": (f"{HEADER}\n1,a,1,100,7\n", f"token counts of conversations: {MAKE}"),
+    "accesses.csv": ("time,obj_id,obj_size\n1,a,1\n", f"accesses to another cache: {MAKE}"),
+    "other.csv": ("a,b\n1,2\n", "CSV: "),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("skipped", [(), ("--skip-bad",)])
+def test_plan_names_foreign_file(tmp_path, run, name, skipped):
+    text, message = FOREIGN[name]
+    (tmp_path / name).write_text(text)
+    status, out, err = run("plan", tmp_path / name, *skipped)
+    assert (status, out) == (2, "")
+    assert message in err or (name == "spend.csv" and MAKE in err)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, text) in FOREIGN.items() if text == LENGTHS or "jq" in text])
+def test_make_names_foreign_file(tmp_path, run, name):
+    text, message = FOREIGN[name]
+    (tmp_path / name).write_text(text)
+    status, _, err = run("trace", "make", tmp_path / name, tmp_path / "out.jsonl")
+    assert status != 0
+    assert message in err
+
+
+@pytest.mark.parametrize("wide", [lambda i: (1 << 64) - 1 - i, lambda i: f"{i:032x}"], ids=["unsigned", "hex"])
+def test_ids_of_any_kind_are_read(tmp_path, planned, wide):
+    lines = [{**line, "hash_ids": [wide(i) for i in line["hash_ids"]]} for line in LINES]
+    assert planned(write(tmp_path / "trace.jsonl", lines), 60) == hits_of(PROMPTS, BLOCK, 60)
+
+
+def test_lines_without_times_are_read(tmp_path, planned):
+    lines = [{name: line[name] for name in ("input_length", "hash_ids", "block_size")} for line in LINES]
+    assert planned(write(tmp_path / "trace.jsonl", lines), 60) == hits_of(PROMPTS, BLOCK, 60)
+
+
+@pytest.mark.parametrize(
+    ("factor", "options", "doubt"),
+    [
+        (1, (), None),
+        (1e-3, ("--time-unit", "s"), None),
+        (1e3, ("--time-unit", "us"), None),
+        (1e-3, (), "all 100 requests come within"),
+        (1e3, (), "s pass between most requests"),
+        (1e12, (), "comes after the year 2100"),
+        (1e-5, ("--model", "llama-3.1-8b", "--serving", "engines=1"), "1 engines are busy"),
+    ],
+)
+def test_impossible_times_are_doubted(tmp_path, run_json, factor, options, doubt):
+    lines = [{**line, "timestamp": line["timestamp"] * factor} for line in LINES]
+    document = run_json("plan", write(tmp_path / "trace.jsonl", lines), "--quiet", "--jobs", 1, *options)
+    if doubt is None:
+        assert document["doubts"] == []
+    else:
+        assert any(doubt in line and "--time-unit" in line for line in document["doubts"])
+
+
+def test_sessions_are_read_packed_and_piped(tmp_path, planned, monkeypatch):
+    zstandard = pytest.importorskip("zstandard")
+    requests = [{"t": 9.0 * i, "in": 64 * (3 + i), "out": 5, "hash_ids": list(range(3 + i))} for i in range(4)]
+    text = json.dumps({"id": "s", "block_size": 64, "requests": requests}).encode() + b"\n"
+    plain, packed = tmp_path / "s.jsonl", tmp_path / "s.jsonl.zst"
+    plain.write_bytes(text)
+    packed.write_bytes(zstandard.compress(text))
+    assert planned(plain, 40) == planned(packed, 40) == 3 + 4 + 5
+    monkeypatch.setattr("os.dup", lambda descriptor: os.open(packed, os.O_RDONLY))
+    assert planned("-", 40) == 3 + 4 + 5
