@@ -83,6 +83,19 @@ def check_version(version: object) -> str | int:
     return version
 
 
+def parse_version(name: str, value: object) -> str | int:
+    """Parse an option that names weights; ValueError names it."""
+    try:
+        return check_version(value)
+    except ValueError:
+        raise ValueError(f"{name} must be a str that is not empty, or an int, got {value!r}") from None
+
+
+def named(fingerprint: Mapping[str, Any], version: str | int | None) -> dict[str, Any]:
+    """Return a fingerprint whose weights are those of `version`; None: its own."""
+    return dict(fingerprint) if version is None else Epoch.of_version(version).of_fingerprint(fingerprint)
+
+
 def without_weights(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a fingerprint holds beside the weights."""
     return {name: value for name, value in fingerprint.items() if name != WEIGHTS}

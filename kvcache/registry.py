@@ -224,6 +224,7 @@ COMMANDS = Registry(
         "status": "kvcache.exporters.commands:StatusCommand",
         "samples": "kvcache.exporters.commands:SamplesCommand",
         "what_if": "kvcache.exporters.commands:WhatIfCommand",
+        "next_version": "kvcache.exporters.commands:NextVersionCommand",
         "record": "kvcache.recorder.command:RecordCommand",
     },
     "kvcache.control.telemetry:Command",

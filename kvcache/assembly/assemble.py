@@ -20,6 +20,7 @@ from kvcache.assembly.log import set_up_log
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.pool import MAX_BLOCKS
 from kvcache.control.telemetry import Exporter, Telemetry
+from kvcache.epoch import named, parse_version
 from kvcache.metrics import Labels
 from kvcache.options import (
     Component,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _RANK = re.compile(r"[{](?:dp_)?rank[}]")
 _OF_MANAGER = ("write_policy", "num_uses", "max_store_blocks", "arbiter")
+_WEIGHTS_VERSION = "blocks outlive the engine, and its weights have a name, such as a step of a training run"
 _NEED_TIERS = ("lookup_deadline_s", "pool_folder", "pool_path", "prefill_tokens_per_s")
 
 
@@ -119,6 +121,7 @@ class KindOptions(Options):
     kind: str = option(
         parse_text, when="always: `disk`, `memory`, `valkey`, `mooncake`, `s3`, or `package.module:Class`"
     )
+    weights_version: str | int | None = option(parse_version, None, when=_WEIGHTS_VERSION)
 
 
 _Kind = TypeVar("_Kind", bound=KindOptions)
@@ -212,6 +215,7 @@ class OffloadSettings(Options):
     tiers: tuple[TierSettings, ...] = option(
         _parse_tiers, (), when="blocks are to outlive host memory, the process or the machine"
     )
+    weights_version: str | int | None = option(parse_version, None, when=_WEIGHTS_VERSION)
     lookup_deadline_s: float = option(
         parse_duration,
         5.0,
@@ -265,6 +269,7 @@ class OffloadSettings(Options):
             **without_secrets(self.manager_options),
             "tiers": [tier.describe() for tier in self.tiers],
             **({"lookup_deadline_s": self.lookup_deadline_s} if self.tiers else {}),
+            **({} if self.weights_version is None else {"weights_version": self.weights_version}),
             "exporters": [exporter.describe() for exporter in self.exporters],
             **({"record": self.record} if self.record else {}),
         }
@@ -376,7 +381,8 @@ def _open_owner(
     """Open the tiers over shared blocks, and their manager with its `options`; if it raises, close all of them."""
     with ExitStack() as undo:
         undo.callback(shared.close)
-        tiers = open_tiers(settings.tiers, shared.array, fingerprint, rank)
+        identity = named(fingerprint, settings.weights_version)
+        tiers = open_tiers(settings.tiers, shared.array, identity, rank)
         for tier, _ in tiers:
             undo.callback(tier.shutdown)
         manager = _PoolOwner(

@@ -84,6 +84,8 @@ def check_file(
         findings.append(Finding("error", "data plane", engine_keys.NO_DEVICE))
     if config_part.get(vllm.NODE_POOL):
         findings += [Finding(level, "node pool", text) for level, text in engine_keys.node_faults(engine, has_events)]
+    if fault := engine_keys.adapter_fault(config_part, engine):
+        findings.append(Finding("warning", "adapters", fault))
     findings += _leftover_regions()
     findings.append(Finding(*describe_release()))
     if has_events and not config_part.get(vllm.SELF_DESCRIBING):

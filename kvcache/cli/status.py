@@ -19,12 +19,23 @@ SocketOption = Annotated[
 _BREAKER_WORDS = {"closed": "works", "open": "paused", "half_open": "failing: one job tries again"}
 
 
-def status(socket: SocketOption = None, json: common.JsonOption = None) -> None:
+def status(
+    socket: SocketOption = None,
+    next_version: Annotated[
+        str | None,
+        typer.Option(help="Instead, name the weights that the engine's next reset begins.", show_default=False),
+    ] = None,
+    json: common.JsonOption = None,
+) -> None:
     """Show the counters and gauges of a running engine."""
-    from kvcache.exporters.status import ask
+    from kvcache.exporters.status import ask, name_next_version
 
     common.check_writable("--json", json)
     path = find_socket(socket)
+    if next_version is not None:
+        name_next_version(next_version, [path])
+        common.report(json, {"version": next_version}, f"{path}: the next reset begins version {next_version}")
+        return
     answer = ask(path, "status")
     head, rows = _rows(path, answer)
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]

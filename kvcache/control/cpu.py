@@ -28,6 +28,7 @@ class PoolManager(BlockPool, OffloadingManager):
         return self
 
     def reset_cache(self, version: str | int | None = None) -> None:
+        self.version_of_reset(version)
         self.reset()
 
     def what_if(self, capacities: Iterable[int] | None = None) -> WhatIf:

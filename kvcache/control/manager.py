@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from kvcache.epoch import check_version
 from kvcache.events import OffloadingEvent
 from kvcache.metrics import ManagerStats, Part
 from kvcache.request import ReqContext, RequestOffloadingContext
@@ -40,6 +41,7 @@ class OffloadingManager(ABC):
     medium: str
     telemetry: Any = None
     recorder: Any = None
+    _next_version: str | int | None = None
 
     @abstractmethod
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
@@ -152,7 +154,8 @@ class OffloadingManager(ABC):
         version : str or int, optional
             Names the weights that later blocks are computed with, as the number of an update. Engines that are reset to
             one version share blocks through stores and pools again, and a start with this `weights_version` finds its
-            blocks on disk. None: these blocks belong to this process alone.
+            blocks on disk. None: the name of `name_next_version`, or else
+            these blocks belong to this process alone.
 
         Raises
         ------
@@ -160,6 +163,39 @@ class OffloadingManager(ABC):
             This manager cannot be reset. Otherwise, stale blocks would count as forgotten.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be reset")
+
+    def name_next_version(self, version: str | int) -> None:
+        """Name the weights that the next reset begins, for an engine that resets without a version; from any thread.
+
+        Parameters
+        ----------
+        version : str or int
+            The name; a later one replaces it. The next reset uses it up, also a reset that has a version of its own.
+
+        Raises
+        ------
+        ValueError
+            `version` is empty, or of another type. Nothing changes.
+        """
+        self._next_version = check_version(version)
+
+    def version_of_reset(self, version: str | int | None) -> str | int | None:
+        """Return the version of a reset that begins, and forget the name of `name_next_version`.
+
+        Parameters
+        ----------
+        version : str, int or None
+            That of the reset itself.
+
+        Returns
+        -------
+        str, int or None
+            `version`, or else the name.
+        """
+        if version is not None:
+            check_version(version)
+        name, self._next_version = self._next_version, None
+        return name if version is None else version
 
     def shutdown(self) -> None:
         """Release resources, close the telemetry and stop the recorder."""

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvcache.control.telemetry import Command
+from kvcache.epoch import parse_version
 from kvcache.metrics import HistogramData, Sample
 
 
@@ -43,6 +44,26 @@ class WhatIfCommand(Command):
         if estimate is None:
             raise ValueError(f"a {type(self.telemetry.manager).__name__} has no what-if")
         return estimate().as_dict()
+
+
+@dataclass(frozen=True)
+class NextVersionOptions(Options):
+    """The options of a `NextVersionCommand`."""
+
+    version: str | int = option(parse_version, when="always: the name of the next weights")
+
+
+class NextVersionCommand(Command):
+    """Name the weights that the next reset of the cache begins, for an engine that resets without a version."""
+
+    options = NextVersionOptions
+
+    def run(self, **options: Any) -> Any:
+        """Return ``{"version": ...}``."""
+        if self.telemetry.manager is None:
+            raise ValueError("no manager is there to be reset")
+        self.telemetry.manager.name_next_version(options["version"])
+        return options
 
 
 def _value(sample: Sample) -> Any:

@@ -325,8 +325,7 @@ class TieredOffloadingManager(OffloadingManager):
 
         A tier serves nothing until its own reset is done (see `Tier.reset`, also for `version`).
         """
-        if version is not None and not isinstance(version, str | int):
-            raise ValueError(f"version must be a str or an int, got {version!r}")
+        version = self.version_of_reset(version)
         now_s = self._clock()
         self._is_open = False
         if self.pool.events is not None:

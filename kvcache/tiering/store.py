@@ -66,6 +66,8 @@ class _Blocks:
             self.parts.setdefault(key, []).append(parts)
         self.waiting = deque(self.parts)
         self.moved: set[bytes] = set()
+        # Clears of the store before this call.
+        self.num_clears = 0
 
     def fill(self, row: npt.NDArray[np.uint8], key: bytes) -> None:
         """Copy a block into a row."""
@@ -131,6 +133,7 @@ class KeyedStore:
         self._num_ended = 0
         self._has_ended = Condition()
         self._is_closed = False
+        self._num_clears = 0
         self._on_change = on_change
         # For the calls that need no store: `pin` and `unpin`.
         self.tier: Any
@@ -198,14 +201,18 @@ class KeyedStore:
         """
         return [] if self._is_closed else self.tier.delete(list(keys), self._config.deadline_s)
 
-    def clear(self) -> bool:
+    def clear(self, version: str | int | None = None) -> bool:
         """Forget every block; return whether that is done and the tier serves again, within ``deadline_s``.
 
-        Processes that share a store and clear it together share its next blocks.
+        `version` names the weights of later blocks. Without one, processes that share a store and clear it together
+        share its next blocks: they must have the same weights.
         """
         with self._lock:
             if not self._is_closed:
-                self._controller.reset(self.clock(), getattr(self._controller.tier, "epoch", None) or None)
+                self._num_clears += 1
+                if version is None:
+                    version = getattr(self._controller.tier, "epoch", None) or None
+                self._controller.reset(self.clock(), version)
         return bool(self._answer(lambda _: not self._controller.stats().tier.unavailable_reason or None))
 
     def stats(self) -> TierControllerStats:
@@ -279,6 +286,7 @@ class KeyedStore:
         blocks = _Blocks(is_load, keys, buffers, self.block_bytes)
         jobs: list[TierJob] = []
         size = max(1, self._num_rows // _JOBS_PER_CALL)
+        num_clears = blocks.num_clears = self._num_clears
         if is_load:
             self._load_now(blocks)
         progress_s, num_left = self.clock(), len(blocks.waiting)
@@ -309,7 +317,8 @@ class KeyedStore:
                 break
             elif sent is None or ended:
                 self._sleep(num_ended)
-        return [key in blocks.moved for key in keys]
+        # After a clear, no block of before is right, and none is to be found.
+        return [key in blocks.moved and num_clears == self._num_clears for key in keys]
 
     def _load_now(self, blocks: _Blocks) -> None:
         """Load what needs no wait into the engine's buffers. No other thread ever has these."""
@@ -347,9 +356,13 @@ class KeyedStore:
             now_s = self.clock()
             deadline_s = now_s + self._config.deadline_s
             job = TierJob(next(self._job_ids), self._controller, is_load, keys, rows, deadline_s)
-            if not self._is_closed and self._controller.send(job, now_s):
+            is_old = blocks.num_clears != self._num_clears
+            if not (self._is_closed or is_old) and self._controller.send(job, now_s):
                 return job
             self._free[is_load] += rows
+        if is_old:
+            blocks.waiting.clear()
+            return None
         blocks.waiting.extendleft(reversed(keys) if is_load else keys)
         return None
 

@@ -145,6 +145,19 @@ def test_check_data_plane_depends_on_platform(check):
 
 
 @pytest.mark.parametrize(
+    ("given", "has_warning"),
+    [
+        (vllm_with(NODE, enable_lora=True), True),
+        (vllm_with({"tiers": [DISK]}, enable_lora=True), True),
+        (vllm_with(NODE), False),
+        (vllm_with({}, enable_lora=True), False),
+    ],
+)
+def test_check_warns_of_adapters_over_tiers(check, given, has_warning):
+    assert ("new version of an adapter a new path" in " ".join(check(given)[1].split())) == has_warning
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         (ours() | {"kv_conector": "x", "kv_role": "kv_both"}, "kv_connector must be 'OffloadingConnector', got None"),

@@ -23,7 +23,7 @@ import pytest
 from kvcache import CPUOffloadingManager
 from kvcache.control.telemetry import Command, Telemetry
 from kvcache.exporters import status as status_module
-from kvcache.exporters.status import StatusServer, ask, live_sockets
+from kvcache.exporters.status import StatusServer, ask, live_sockets, name_next_version
 from kvcache.options import Options, option, parse_count
 from kvcache.registry import COMMANDS
 
@@ -100,6 +100,17 @@ def test_what_if_is_the_managers(server: StatusServer, manager: CPUOffloadingMan
     assert ask(server.path, "what_if")["hit_ratios"].keys() == {"lru"}
     with pytest.raises(ValueError, match="unknown options of the request: policies"):
         ask(server.path, "what_if", policies="lru")
+
+
+def test_next_version_reaches_next_reset(server: StatusServer, manager: CPUOffloadingManager) -> None:
+    assert name_next_version("step 7", [server.path]) == [server.path]
+    assert manager.version_of_reset(None) == "step 7"
+    assert ask(server.path, "next_version", version=8) == {"version": 8}
+    assert [manager.version_of_reset(None) for _ in range(2)] == [8, None]
+    for options in ({"version": ""}, {}, {"version": 1.5}):
+        with pytest.raises(ValueError, match="version"):
+            ask(server.path, "next_version", **options)
+    assert manager.version_of_reset(None) is None
 
 
 def test_socket_is_its_owners_alone(server: StatusServer) -> None:

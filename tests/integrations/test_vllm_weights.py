@@ -1,6 +1,7 @@
 """Digests of weight files: whole contents, read once, and never vouched for by a stale or foreign cache."""
 
 import json
+import mmap
 import os
 import shutil
 from pathlib import Path
@@ -178,3 +179,33 @@ def test_digest_unreadable_file_raises(files):
     files[0].unlink()
     with pytest.raises(FileNotFoundError):
         digest(files)
+
+
+def test_file_in_memory_is_always_read(files, later, monkeypatch):
+    """A mapping of tmpfs changes no time of the file, however long ago its first write was."""
+    folder = Path("/dev/shm", f"kvcache-test-{os.getpid()}")
+    folder.mkdir()
+    try:
+        copy = Path(shutil.copy(files[0], folder))
+        first = digest([copy, files[1]])
+        assert digest([copy, files[1]]) == (first[0], NUM_BYTES)
+        with copy.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapping:
+            mapping[5] = 1
+            digests, looks = [], []
+            for value in (2, 3):
+                mapping[5] = value
+                mapping.flush()
+                looks.append(weights._look_of(copy.stat()))
+                digests.append(digest([copy]))
+        assert looks[0] == looks[1], "or this test proves nothing"
+        assert digests[0][0] != digests[1][0]
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(("age_s", "num_read"), [(59, 2 * NUM_BYTES), (61, 0)])
+def test_young_file_is_read_again(files, monkeypatch, age_s, num_read):
+    youngest_s = max(file.stat().st_ctime for file in files)
+    monkeypatch.setattr(weights.time, "time", lambda: youngest_s + age_s)
+    digest(files)
+    assert digest(files)[1] == num_read

@@ -1,6 +1,7 @@
 """KVCacheStorage under SGLang's own controllers: pages come back byte-equal, or not at all."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from host_pools import PAGE, fill, mamba, mha, mla, page_of
 from local_stores import LocalValkey
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
+from kvcache.integrations.sglang import storage
 from kvcache.integrations.sglang.pages import HostPages
 from kvcache.tiers.disk.tier import DiskTier
 
@@ -39,6 +41,25 @@ def test_pages_survive_a_restart(engine, kind, interface_v1):
     assert second.storage.get_stats().prefetch_pgs == [6]
     assert second.storage.clear()
     assert second.load(TOKENS)[0] == 0
+
+
+def test_pages_belong_to_weight_version(engine, monkeypatch):
+    serving = SimpleNamespace(weight_version="default")
+    monkeypatch.setattr(storage, "get_serving", lambda: serving)
+    first = engine()
+    assert (first.store(TOKENS), first.load(TOKENS)[0]) == (len(TOKENS), len(TOKENS))
+    # SGLang records the version after an update, and tells its storage nothing.
+    serving.weight_version = "step-1"
+    assert first.load(TOKENS)[0] == 0
+    assert (first.store(TOKENS), first.load(TOKENS)[0]) == (len(TOKENS), len(TOKENS))
+    first.close()
+    for version, option, num_tokens in (
+        ("step-1", None, len(TOKENS)), ("default", "step-1", len(TOKENS)), ("step-2", None, 0), ("default", None, 0)
+    ):  # fmt: skip
+        serving.weight_version = version
+        later = engine(extra={"weights_version": option})
+        assert (later.load(TOKENS)[0], version) == (num_tokens, version)
+        later.close()
 
 
 @pytest.mark.parametrize("make", [*KINDS.values(), mamba], ids=[*KINDS, "mamba"])

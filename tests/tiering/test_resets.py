@@ -70,3 +70,35 @@ def test_version_of_another_type_is_refused():
     with pytest.raises(ValueError, match=r"version must be a str or an int, got 1\.5"):
         TieredOffloadingManager(8, 8, [tier]).reset_cache(version=1.5)
     assert tier.versions == []
+
+
+@pytest.mark.parametrize("version", [True, "", b"v"])
+def test_empty_names_are_refused(version):
+    tier = VersionedTier()
+    manager = TieredOffloadingManager(8, 8, [tier])
+    for call in (manager.reset_cache, manager.name_next_version):
+        with pytest.raises(ValueError, match="version must be a str or an int"):
+            call(version)
+    manager.reset_cache()
+    assert tier.versions == [None]
+
+
+def test_named_version_counts_once():
+    tiers = [VersionedTier(), VersionedTier(num_errors=1)]
+    manager = TieredOffloadingManager(8, 8, tiers)
+    manager.name_next_version("step 1")
+    manager.name_next_version("step 2")
+    for version in (None, None, "step 3"):
+        manager.reset_cache(version)
+    # A reset's own version is right, and a name that was meant for it must not reach a later one.
+    manager.name_next_version("step 4")
+    manager.reset_cache("step 5")
+    manager.reset_cache()
+    assert [tier.versions for tier in tiers] == [["step 2", None, "step 3", "step 5", None]] * 2
+
+
+def test_name_is_used_up_without_tiers():
+    manager = CPUOffloadingManager(8, 8)
+    manager.name_next_version(7)
+    manager.reset_cache()
+    assert manager.version_of_reset(None) is None

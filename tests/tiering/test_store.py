@@ -415,6 +415,27 @@ def test_failed_reset_is_tried_again(monkeypatch):
     assert store.exists([key_of(0)]) == [False]
 
 
+@pytest.mark.parametrize("is_load", [False, True])
+def test_clear_ends_running_calls(monkeypatch, is_load):
+    """A call that spans an update of the weights neither stores old blocks nor returns them."""
+    store = SteppedStore()
+    assert all(put(store, range(12)))
+    sleep, clears = SteppedStore._sleep, []
+
+    def clear_first(self, num_ended):
+        if len(self.tier.pending) and not clears:
+            clears.append(self.tier.pending)
+            self._num_clears += 1
+            self._controller.reset(self.clock(), "step 2")
+        sleep(self, num_ended)
+
+    monkeypatch.setattr(SteppedStore, "_sleep", clear_first)
+    assert (get if is_load else put)(store, range(*((0, 12) if is_load else (12, 24)))) == [False] * 12
+    assert len(clears) == 1
+    assert not any(store.exists([key_of(n) for n in range(24)]))
+    assert all(put(store, range(12)) + get(store, range(12)))
+
+
 def test_close_passes_on_every_use(monkeypatch):
     store, told = SteppedStore(), []
     monkeypatch.setattr(store.tier, "touch", lambda keys, _: told.extend(keys))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,28 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvcache.integrations.vllm import KVCacheOffloadingSpec
+from kvcache.integrations.vllm import KVCacheOffloadingSpec, identity
 from kvcache.integrations.vllm.tiered import EngineRegion
 
 PAGE = 4096
 TIMEOUT_S = 60.0
+
+
+def _engine_of_these_tests() -> Any:
+    """Return the parts of a `VllmConfig` that a fingerprint reads; its model has no files."""
+    model = {"model": "/model", "revision": None, "seed": 0, "dtype": "float32", "quantization": None}
+    model |= {"disable_sliding_window": False, "multimodal_config": None, "max_model_len": 2048}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model, hf_config=SimpleNamespace(to_diff_dict=dict)),
+        load_config=SimpleNamespace(load_format="dummy", download_dir=None),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
+        lora_config=None,
+        speculative_config=None,
+    )
+
+
+# A real engine's configuration is a local variable of its connector, which is found first.
+identity.get_current_vllm_config_or_none = _engine_of_these_tests
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from kvcache.integrations.vllm import identity
-from kvcache.integrations.vllm.identity import fingerprint
+from kvcache.integrations.vllm.identity import check_readable, fingerprint
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
@@ -57,7 +58,7 @@ def write_weights(folder, seed):
     return folder
 
 
-def taken(model, of_blocks=None, **of_engine):
+def taken(model, of_blocks=None, weights_version=None, **of_engine):
     """Return the fingerprint of an engine of one group on one rank; without a model, of an unknown engine."""
     config = SimpleNamespace(
         model=SimpleNamespace(name="name", dtype="float32"),
@@ -75,7 +76,7 @@ def taken(model, of_blocks=None, **of_engine):
         "lora_config": None,
         "speculative_config": None,
     }
-    found = fingerprint(config, model and SimpleNamespace(**{**fields, **of_engine}))
+    found = fingerprint(config, model and SimpleNamespace(**{**fields, **of_engine}), weights_version)
     assert json.loads(json.dumps(found)) == found
     return found
 
@@ -191,3 +192,71 @@ def test_fingerprint_unreadable_weights_warns(folder, case, monkeypatch):
         other = copy.copy(model)
         other.revision = "2"
         assert differing(taken(other, load_config=load_config), found) == {"weights"}
+
+
+def test_fingerprint_named_weights_read_no_file(folder, monkeypatch):
+    before = taken(model_config(folder))
+    monkeypatch.setattr(identity, "digest_of_files", lambda *args: 1 / 0)
+    found = [taken(model_config(folder), weights_version=version) for version in ("7", 7, "8")]
+    assert found[0] == found[1] == {**before, "weights": "version:7"}
+    assert differing(found[0], found[2]) == {"weights"}
+
+
+def test_fingerprint_processor_and_code_count(folder, monkeypatch):
+    before = taken(model_config(folder))
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "modeling.py").write_text("x = 1")
+    assert taken(model_config(folder)) == before
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (folder / name).write_text(json.dumps({"image_mean": [0.5]}))
+        found = taken(model_config(folder))
+        assert differing(found, before) == {"processor"}
+        before = found
+    trusting = taken(model_config(folder, trust_remote_code=True))
+    assert differing(trusting, before) == {"code"}
+    (folder / "layers").mkdir()
+    (folder / "layers" / "mlp.py").write_text("x = 1")
+    assert differing(taken(model_config(folder, trust_remote_code=True)), trusting) == {"code"}
+
+
+def test_fingerprint_code_of_other_repository_counts(folder, tmp_path, monkeypatch):
+    other = tmp_path / "snapshot"
+    other.mkdir()
+    (other / "modeling.py").write_text("x = 1")
+    asked = []
+
+    def snapshot(repository, revision, cache_dir):
+        asked.append((repository, revision))
+        return other
+
+    monkeypatch.setattr(identity, "_snapshot", snapshot)
+    config = llama_config()
+    config.auto_map = {"AutoModel": "org/code--modeling.Model", "AutoConfig": "configuration.Config"}
+    model = model_config(folder, hf_config=config, trust_remote_code=True, code_revision="r1")
+    before = taken(model)
+    (other / "modeling.py").write_text("x = 2")
+    assert differing(taken(model), before) == {"code"}
+    assert asked == [("org/code", "r1")] * 2
+
+
+def test_fingerprint_libraries_of_images_count(folder, monkeypatch):
+    multimodal = model_config(folder, multimodal_config=SimpleNamespace())
+    before = {kind: taken(model) for kind, model in (("text", model_config(folder)), ("images", multimodal))}
+    assert before["images"]["multimodal"]["libraries"]["transformers"]
+    monkeypatch.setattr(identity.metadata, "version", lambda name: "99")
+    assert taken(model_config(folder)) == before["text"]
+    assert differing(taken(multimodal), before["images"]) == {"multimodal"}
+
+
+@pytest.mark.parametrize(("options", "is_refused"), [
+    ([SimpleNamespace(path="/kv")], True),
+    ([SimpleNamespace(salt="")], True),
+    ([SimpleNamespace(salt="secret"), SimpleNamespace(path="/kv")], True),
+    ([SimpleNamespace(salt="secret")], False),
+    ([], False),
+])  # fmt: skip
+def test_tiers_of_unknown_engine_are_refused(options, is_refused):
+    tiers = [SimpleNamespace(options=one) for one in options]
+    with pytest.raises(ValueError, match="model's name only") if is_refused else nullcontext():
+        check_readable(None, tiers)
+    check_readable(SimpleNamespace(), tiers)

@@ -20,7 +20,7 @@ _USELESS = ("arbiter", "codec", "max_store_blocks", "num_uses", "read_only", "wr
 
 @dataclass(frozen=True, slots=True)
 class L2Settings:
-    """The parsed ``adapter_params``: the whole directory as one tier, and the exporters."""
+    """The parsed ``adapter_params``: the whole directory as one tier, and `exporters` and `weights_version`."""
 
     tier: TierSettings
     exporters: OffloadSettings
@@ -30,7 +30,7 @@ class L2Settings:
         """Parse ``adapter_params``; ValueError names each option that is missing, unknown or invalid."""
         if not isinstance(params, Mapping):
             raise ValueError(f"adapter_params must be an object, got {params!r:.200}")
-        ours, of_tier = split(params, {"kind", "exporters"})
+        ours, of_tier = split(params, {"kind", "exporters", "weights_version"})
         choice_of("disk")("kind of a KVCacheL2", ours.pop("kind", None))
         # LMCache's server has no data-parallel rank, so the path may not name one.
         settings = cls(parse_tier_of("disk", of_tier).of_rank(None), OffloadSettings.parse(ours, "adapter_params"))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from threading import RLock
 
 from kvcache.assembly.assemble import open_store
+from kvcache.epoch import named
 from kvcache.integrations.lmcache.settings import MAX_SIZES, L2Settings
 from kvcache.tiering.controller import MAX_STEP_BLOCKS
 
@@ -25,7 +26,8 @@ class Objects:
         self.keys: dict[bytes, bool] = {}
         self._changes = changes
         tier, labels = settings.tier_of(size, num_slots), (("tier", str(size)),)
-        self.store = open_store(tier, size, {"engine": "lmcache"}, labels=labels, on_change=self.note)
+        identity = named({"engine": "lmcache"}, settings.exporters.weights_version)
+        self.store = open_store(tier, size, identity, labels=labels, on_change=self.note)
         # What the directory held is announced in steps, one for each call.
         for _ in range(self.store.stats().tier.num_held // MAX_STEP_BLOCKS + 2):
             self.store.stats()

@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_serving
 
 from kvcache.assembly.assemble import OffloadSettings, open_exporters, open_store
 from kvcache.assembly.log import set_up_log
 from kvcache.control.telemetry import Telemetry
+from kvcache.epoch import named
 from kvcache.integrations.sglang.pages import Buffer, HostPages, bytes_of
 from kvcache.integrations.sglang.settings import check_latent, part_of, read_config
 from kvcache.tiering.store import KeyedStore
@@ -61,6 +63,8 @@ class KVCacheStorage(HiCacheStorage):
         self._stores: dict[str, KeyedStore] = {}
         self._telemetry: Telemetry | None = None
         self._warnings = LogLimiter(_LOG)
+        self._weight_version = _weight_version()
+        self._renaming = Lock()
         # Since the last `get_stats`, by direction: pages and GB/s of each call.
         self._moves: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
 
@@ -133,6 +137,8 @@ class KVCacheStorage(HiCacheStorage):
             num_ranks *= self._num_replicas
         fingerprint = {"engine": "sglang", "model": config.model_name, "pool": name, "ranks": ranks, **host.geometry()}
         settings = part_of(self._settings, folder, share, num_ranks)
+        version = self._options.weights_version
+        fingerprint = named(fingerprint, self._weight_version if version is None else version)
         return open_store(settings, host.page_bytes, fingerprint, labels=(("tier", name),))
 
     # Calls with addresses in the host pools.
@@ -193,11 +199,21 @@ class KVCacheStorage(HiCacheStorage):
         if store is None:
             return otherwise
         try:
+            self._follow_weights()
             return call(store)
         except Exception as error:
             text = "SGLang's storage: a call for the pool %s failed and counts as a miss: %s: %s"
             self._warnings.warn(name, text, name, type(error).__name__, error)
             return otherwise
+
+    def _follow_weights(self) -> None:
+        """Forget all pages if SGLang names other weights; it does not tell its storage of an update."""
+        # No other call may begin before each store is cleared.
+        with self._renaming:
+            if (version := _weight_version()) != self._weight_version:
+                for store in self._stores.values():
+                    store.clear(version)
+                self._weight_version = version
 
     def _is_index_only(self, name: str) -> bool:
         """Return whether a pool has no bytes of its own: then each of its pages counts as held."""
@@ -329,3 +345,12 @@ def _key(key: str) -> bytes:
     except ValueError:
         name = b""
     return name if len(name) == 32 and name.hex() == key else blake2b(key.encode()).digest()
+
+
+def _weight_version() -> str | None:
+    """Return the name of the weights that SGLang serves now, or None if no name was given."""
+    try:
+        version = get_serving().weight_version
+    except Exception:  # outside of a server, or in a release without names
+        return None
+    return None if version in (None, "", "default") else str(version)

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvcache.assembly.spec import rank_bytes_of
-from kvcache.integrations.vllm.identity import chunk_fingerprint, fingerprint
+from kvcache.integrations.vllm.identity import check_readable, chunk_fingerprint, fingerprint
 from kvcache.integrations.vllm.settings import blocks_per_rank
 from kvcache.integrations.vllm.tiered import EngineRegion, SharedPool
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
@@ -67,7 +67,8 @@ class EngineCopies(Copies):
 
     def open_host_blocks(self, vllm_config: Any) -> tuple[Any, dict[str, Any]]:
         # The region is closed by its manager only, so what may fail comes first.
-        identity = chunk_fingerprint(self._spec, vllm_config)
+        check_readable(vllm_config, self._spec.settings.tiers)
+        identity = chunk_fingerprint(self._spec, vllm_config, self._spec.settings.weights_version)
         return EngineRegion(self._spec), identity
 
 
@@ -106,7 +107,8 @@ class OwnCopies(Copies):
         return self._shared_pool(is_owner=False) if self._spec.settings.tiers else None
 
     def open_host_blocks(self, vllm_config: Any) -> tuple[Any, dict[str, Any]]:
-        identity = fingerprint(self._spec.config, vllm_config)
+        check_readable(vllm_config, self._spec.settings.tiers)
+        identity = fingerprint(self._spec.config, vllm_config, self._spec.settings.weights_version)
         return self._shared_pool(is_owner=True), identity
 
     def _shared_pool(self, is_owner: bool) -> SharedPool:

@@ -104,6 +104,17 @@ def node_faults(engine: Mapping[str, Any], has_events: bool) -> Iterator[tuple[s
         yield "warning", f"{text}: set PYTHONHASHSEED=0 for all of them, or prefix_caching_hash_algo to 'sha256'"
 
 
+def adapter_fault(extra_config: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
+    """Return why blocks of LoRA adapters may outlive their files, or ""; `engine` are vLLM's own options, or empty."""
+    outliving = [name for name in ("tiers", "secondary_tiers", settings.NODE_POOL) if extra_config.get(name)]
+    if not (engine.get("enable_lora") and outliving):
+        return ""
+    return (
+        f"enable_lora with {outliving[0]!r}: blocks are known by an adapter's name and path, not by its files; give "
+        "each new version of an adapter a new path or name"
+    )
+
+
 def has_accelerator() -> bool:
     """Return whether this machine shows a device of CUDA, ROCm or XPU; imports neither torch nor vLLM."""
     return any(any(Path("/dev").glob(pattern)) for pattern in _DEVICES)

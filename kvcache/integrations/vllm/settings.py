@@ -81,6 +81,9 @@ class KVCacheTierOptions(KindOptions):
         choice_of("chunk_level", "request_level"), "chunk_level", when="host blocks are to be written again"
     )
     enable_kv_events: bool = option(parse_flag, True, when="the tier's events must be left out of vLLM's events")
+    forget_on_reset: bool = option(
+        parse_flag, False, when="weights change while the engine runs: vLLM resets host memory alone"
+    )
     max_store_blocks: int | None = option(
         parse_count, None, when="writes must hold less than half of the host blocks", rare=True
     )
@@ -300,7 +303,7 @@ def node_options(
 
     ``{model}`` in the paths of tiers and of a recording is replaced by `model`.
     """
-    names = OUR_KEYS - {"cpu_bytes_to_use", "pool_folder", "num_copy_threads"}
+    names = OUR_KEYS - {"cpu_bytes_to_use", "pool_folder", "num_copy_threads", "weights_version"}
     options = {name: deepcopy(extra_config[name]) for name in sorted(names) if extra_config.get(name) is not None}
     for part, key in [(options, "record"), *((tier, "path") for tier in options.get("tiers", ()))]:
         if isinstance(part.get(key), str):

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcache.assembly.assemble import open_tiers
-from kvcache.integrations.vllm.identity import chunk_fingerprint, engine_config
+from kvcache.integrations.vllm.identity import check_readable, chunk_fingerprint, engine_config
 from kvcache.integrations.vllm.manager import EngineRequest, describe_tier
 from kvcache.integrations.vllm.metrics import SampleChanges, tier_metric_definitions
 from kvcache.integrations.vllm.settings import ENGINE_TIER_KEYS, read_tier
@@ -104,7 +104,9 @@ class KVCacheTier(SecondaryTierManager):
         settings = replace(settings, config=replace(settings.config, max_store_blocks=max_store_blocks))
         # Not closed: vLLM removes the region after this tier has ended, and the record goes with the process.
         self._record = record_region(offloading_spec)
-        identity = chunk_fingerprint(offloading_spec, engine_config())
+        vllm_config = engine_config()
+        check_readable(vllm_config, [settings])
+        identity = chunk_fingerprint(offloading_spec, vllm_config, tier_options.weights_version)
         rank = str(offloading_spec.config.parallel.data_parallel_index)
         tier, config = open_tiers((settings,), host_blocks, identity, rank)[0]
         # vLLM has reserved the host blocks of every load, so only stores are bounded.
@@ -196,6 +198,7 @@ class KVCacheTier(SecondaryTierManager):
         now_s = self.clock()
         self._answers.clear()
         self._controller.give_up_overdue(now_s)
+        self._controller.retry_reset(now_s)
         for job, result in self._controller.get_finished(MAX_STEP_BLOCKS, now_s):
             self._announce(result.removed, removed=True)
             if job is None:
@@ -266,6 +269,9 @@ class KVCacheTier(SecondaryTierManager):
                 _LOG.warning("%s: vLLM waits for %d jobs to end", self.tier_type, len(self._controller.jobs))
             time.sleep(_DRAIN_POLL_S)
             self._take_finished()
+        # vLLM calls this only when it resets host memory.
+        if self._options.forget_on_reset:
+            self._controller.reset(self.clock())
 
     def shutdown(self) -> None:
         if not hasattr(self, "_controller"):

@@ -6,6 +6,7 @@ a small file of the user's cache folder, with the size, the times and the inode 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -21,8 +22,11 @@ _LEAF_BYTES = 4 << 20
 _MAX_THREADS = 16
 _MAX_FILES = 4096
 _MAX_CACHE_BYTES = 4 << 20
-# A write within the same tick of the file system's clock would not change the times, so a recent file is not kept.
-_SETTLED_S = 10.0
+# A write within the same tick of the file system's clock does not change the times, nor does one through a mapping to a
+# page that is already dirty. The kernel writes pages of a disk after 30 s, and those of a file in memory never.
+_SETTLED_S = 60.0
+_IN_MEMORY = (0x01021994, 0x858458F6)
+"""The magic numbers of tmpfs and ramfs."""
 # Look of a file: size, mtime_ns, ctime_ns, inode.
 _Look = list[int]
 
@@ -46,7 +50,8 @@ def digest_of_files(files: list[Path], on_read: Callable[[int], None] | None = N
     paths = [path.resolve() for path in files]
     known = _read_cache()
     looks = [_look_of(path.stat()) for path in paths]
-    unread = [i for i, path in enumerate(paths) if known.get(str(path), [])[:-1] != looks[i]]
+    in_memory = [_is_in_memory(path) for path in paths]
+    unread = [i for i, path in enumerate(paths) if in_memory[i] or known.get(str(path), [])[:-1] != looks[i]]
     if unread and on_read is not None:
         on_read(sum(looks[i][0] for i in unread))
     changes: dict[str, list[int | str]] = {}
@@ -55,7 +60,7 @@ def digest_of_files(files: list[Path], on_read: Callable[[int], None] | None = N
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "kvcache-weights") as threads:
         for i in unread:
             digests[i], look = _digest_of(paths[i], threads)
-            if look == looks[i] and max(look[1:3]) / 1e9 < time.time() - _SETTLED_S:
+            if not in_memory[i] and look == looks[i] and max(look[1:3]) / 1e9 < time.time() - _SETTLED_S:
                 changes[str(paths[i])] = [*look, digests[i]]
     if changes:
         _write_cache({**known, **changes})
@@ -81,6 +86,14 @@ def _digest_of(path: Path, threads: ThreadPoolExecutor) -> tuple[str, _Look]:
         for part in threads.map(leaf, range(0, look[0], _LEAF_BYTES)):
             digest.update(part)
         return digest.hexdigest(), look if _look_of(os.fstat(fd)) == look else []
+
+
+def _is_in_memory(path: Path) -> bool:
+    """Return whether a file lies on a file system in memory, or on an unknown one."""
+    # The first field of `struct statfs` is the type.
+    status = (ctypes.c_long * 64)()
+    failed = ctypes.CDLL(None).statfs(os.fsencode(path), status)
+    return bool(failed) or status[0] & 0xFFFFFFFF in _IN_MEMORY
 
 
 def _look_of(status: os.stat_result) -> _Look:

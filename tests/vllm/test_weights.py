@@ -1,0 +1,100 @@
+"""Weights that change in a running engine: every token is that of an engine with the same weights and no cache."""
+
+import pytest
+from engine_tiering import tier_config
+
+from kvcache.exporters.status import ask, name_next_version
+
+pytestmark = pytest.mark.slow
+OURS = {"cpu_bytes_to_use": 64 << 20}
+
+
+@pytest.fixture(scope="module")
+def prompts(tokens):
+    """Two prompts of 20 blocks and a token."""
+    return [tokens(9000 + number, 641) for number in range(2)]
+
+
+def scale(model):
+    """Update the weights in place; the engine may have packed those of its matrices."""
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.data.mul_(-2)
+
+
+@pytest.fixture(scope="module")
+def right(boot, models, prompts):
+    """The answers of the checkpoint's weights and of the new ones, by an engine that keeps nothing."""
+    with boot(models["llama"], None, enable_prefix_caching=False) as engine:
+        before = engine.answers(prompts)
+        engine.llm.apply_model(scale)
+        after = engine.answers(prompts)
+    assert all(one != other for one, other in zip(before, after, strict=True))
+    return before, after
+
+
+def entry(kind, tmp_path, valkey_url):
+    if kind == "valkey":
+        return {"type": "valkey", "url": valkey_url}
+    return {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "32MiB"}
+
+
+@pytest.mark.parametrize("version", [None, "step-1"])
+@pytest.mark.parametrize("kind", ["disk", "valkey"])
+def test_next_start_takes_named_blocks_only(boot, models, prompts, right, tmp_path, valkey_url, kind, version):
+    before, after = right
+    config = {**OURS, "tiers": [entry(kind, tmp_path, valkey_url)], "exporters": ["status"]}
+    with boot(models["llama"], config) as engine:
+        assert engine.ask_each(prompts) == (before, [0, 0])
+        engine.drop_device_cache()
+        assert engine.ask_each(prompts) == (before, [640, 640])
+        engine.llm.apply_model(scale)
+        if version is not None:
+            assert name_next_version(version) != []
+        engine.drop_device_cache(host_too=True)
+        assert engine.ask_each(prompts) == (after, [0, 0])
+        engine.drop_device_cache()
+        assert engine.ask_each(prompts) == (after, [640, 640])
+    with boot(models["llama"], config) as engine:
+        # The store still has the blocks of the checkpoint; the directory of one engine does not.
+        assert engine.ask_each(prompts) == (before, [640 * (kind == "valkey")] * 2)
+    with boot(models["llama"], {**config, "weights_version": "step-1"}) as engine:
+        engine.llm.apply_model(scale)
+        # The start in between has emptied the directory.
+        assert engine.ask_each(prompts) == (after, [640 * (kind == "valkey" and version is not None)] * 2)
+    with boot(models["llama"], {**config, "weights_version": "step-1"}) as engine:
+        engine.llm.apply_model(scale)
+        assert engine.ask_each(prompts) == (after, [640, 640])
+
+
+def test_next_version_lasts_for_one_reset(boot, models, prompts, right, tmp_path, valkey_url):
+    before, after = right
+    config = {**OURS, "tiers": [entry("valkey", tmp_path, valkey_url)], "exporters": ["status"]}
+    with boot(models["llama"], config) as engine:
+        path = engine.manager._manager.telemetry.exporters[0].address
+        ask(path, "next_version", version="step-1")
+        engine.llm.apply_model(scale)
+        for _ in range(2):
+            engine.drop_device_cache(host_too=True)
+        assert engine.ask_each(prompts) == (after, [0, 0])
+    # The second reset had no name.
+    with boot(models["llama"], {**config, "weights_version": "step-1"}) as engine:
+        assert engine.ask_each(prompts) == (before, [0, 0])
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_engines_own_tier_forgets_on_request(boot, models, prompts, right, tmp_path, forgets):
+    """vLLM leaves its tiers as they are; then a restart finds blocks of the checkpoint, and none of the new weights."""
+    before, after = right
+    tier = tier_config("disk", path=str(tmp_path / "kv"), capacity="32MiB", forget_on_reset=forgets)
+    config = {**OURS, "spec_module_path": "cpu_worker_specs", "spec_name": "TieringOnCPU", "secondary_tiers": [tier]}
+    with boot(models["llama"], config) as engine:
+        assert engine.ask_each(prompts) == (before, [0, 0])
+        engine.drop_device_cache(host_too=True)
+        assert engine.ask_each(prompts) == (before, [0 if forgets else 640] * 2)
+        if not forgets:
+            return
+        engine.llm.apply_model(scale)
+        engine.drop_device_cache(host_too=True)
+        assert engine.ask_each(prompts) == (after, [0, 0])
+    with boot(models["llama"], config) as engine:
+        assert engine.ask_each(prompts) == (before, [0, 0])
