@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache.control.telemetry import Command
 from kvcache.epoch import parse_version
 from kvcache.metrics import HistogramData, Sample
+from kvcache.options import Options, option
 
 
 class StatusCommand(Command):
