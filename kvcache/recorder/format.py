@@ -36,7 +36,9 @@ _LOG = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 1 << 25
 _MAX_SHORT_BYTES = 1 << 20  # of a frame of several records: four times what writers put into one
 _MAX_FRAME_RATIO = 4  # of a longer frame, whose one record holds mostly hashes
-_FREE_RECORDS, _RECORDS_PER_BYTE = 50_000, 2
+_FREE_MEMORY_BYTES, _MEMORY_RATIO = 1 << 26, 128
+"""Memory that the calls of a recording may take, and how much more for each of its bytes; 30 is usual."""
+_CALL_BYTES, _KEY_BYTES = 200, 100  # of memory, in a reader that keeps all calls as requests
 _FREE_RAW_BYTES, _MAX_RATIO = 1 << 24, 64
 _HEAD_BYTES = 16  # of a frame, before its records
 _RAW_BYTES = 1 << 18  # of a written frame, unless one record is longer
@@ -279,17 +281,18 @@ def block_ids_of(spec: Any) -> list[int] | None:
 
 
 class _Limits:
-    """The records and bytes that files of `num_bytes` may still expand to."""
+    """The memory and bytes that files of `num_bytes` may still expand to."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._records = _FREE_RECORDS + _RECORDS_PER_BYTE * num_bytes
+        self._memory_bytes = _FREE_MEMORY_BYTES + _MEMORY_RATIO * num_bytes
         self._raw_bytes = _FREE_RAW_BYTES + _MAX_RATIO * num_bytes
 
-    def take(self, num_records: int, num_bytes: int, path: Path) -> None:
-        """Subtract records and bytes; RecordingError if fewer are left."""
-        self._records -= num_records
+    def take(self, rows: Sequence[Call], num_bytes: int, path: Path) -> None:
+        """Subtract the records of a frame of `num_bytes`; RecordingError if less is left."""
+        num_calls = sum(len(row.keys) if row.op is Op.STATUS_RUN else 1 for row in rows)
+        self._memory_bytes -= _CALL_BYTES * num_calls + _KEY_BYTES * sum(len(row.keys) for row in rows)
         self._raw_bytes -= num_bytes
-        if self._records < 0 or self._raw_bytes < 0:
+        if self._memory_bytes < 0 or self._raw_bytes < 0:
             raise _expands(path)
 
 
@@ -349,8 +352,8 @@ class Recording:
     is whether this file is the first of the recording. `end` describes why reading stopped early (or ""), and
     `num_lost` is the number of records that were not written, according to the part that was read.
 
-    A file that expands to far more records or bytes than its size suggests raises RecordingError, unless
-    `is_trusted`: a recording of nothing but look-ups of one key may be such a file, too.
+    A file that expands to far more memory or bytes than its size suggests raises RecordingError, unless `is_trusted`:
+    a recording of nothing but look-ups of one key may be such a file, too.
     """
 
     def __init__(self, path: str | os.PathLike[str], is_trusted: bool = False) -> None:
@@ -394,7 +397,7 @@ class Recording:
                             return
                         number = first_record
                         if limits is not None:
-                            limits.take(sum(map(_num_calls, rows)), len(raw), path)
+                            limits.take(rows, len(raw), path)
                         for record in _expanded(rows):
                             record.number = number
                             if record.op is Op.LOST:
@@ -426,10 +429,6 @@ class Recording:
 def _size_of(path: Path) -> int:
     with path.open("rb") as file:
         return file.seek(0, os.SEEK_END)
-
-
-def _num_calls(record: Any) -> int:
-    return len(record.keys) if record.op is Op.STATUS_RUN else 1
 
 
 def _expanded(rows: Sequence[Call]) -> Iterator[Call]:

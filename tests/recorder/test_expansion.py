@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvcache.lab.traces.recorded_trace import RecordedTrace
 from kvcache.recorder.files import frame_bytes, header_bytes
 from kvcache.recorder.format import Recording, RecordingError
 from kvcache.recorder.ops import Op
@@ -84,3 +85,27 @@ def test_polls_of_one_block_stay_readable(tmp_path: Path) -> None:
     recording = Recording(path)
     assert sum(1 for _ in recording) == 45_000
     assert recording.end == ""
+
+
+def varied_lookups(num_calls: int) -> bytes:
+    """Return look-ups of a list with one key, which compress well; each is a request of a trace."""
+    records = [[Op.LOOKUP, float(i % 10), 0, KEY, None, 0] for i in range(10_000)]
+    return b"".join(frame(number, records) for number in range(0, num_calls, 10_000))
+
+
+def test_memory_is_bounded_by_size(tmp_path: Path) -> None:
+    path = tmp_path / "lookups.kvlog"
+    path.write_bytes(header_bytes(HEADER) + varied_lookups(160_000))
+    tracemalloc.start()
+    try:
+        trace = RecordedTrace(path)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert trace.size_bytes == 160_000
+    assert held < 200 * trace.size_bytes
+    path.write_bytes(header_bytes(HEADER) + varied_lookups(600_000))
+    assert (64 << 20) + 128 * path.stat().st_size < 600_000 * 300
+    with pytest.raises(RecordingError, match="expands to more"):
+        RecordedTrace(path)
+    assert RecordedTrace(path, is_trusted=True).size_bytes == 600_000
