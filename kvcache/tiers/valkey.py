@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 PASSWORD_VARIABLE = "KVCACHE_VALKEY_PASSWORD"
 _FORMAT = b"kvcache valkey 2"
 _EPOCH_INTERVAL_S = 5.0
-# Unsent answers pile up in the server's memory, so a connection awaits at most twice as many bytes. A store sends so
-# many bytes before it asks which of the next blocks another engine has stored.
+# Unsent answers pile up in the server's memory, so a connection awaits at most twice as many bytes.
 _WINDOW_BYTES = 1 << 20
+# A store sends so many bytes before it asks which of the next blocks another engine has stored, and awaits answers.
+_STORE_WINDOW_BYTES = 4 << 20
 _SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 
 
@@ -186,7 +187,7 @@ class ValkeyTier(SharedStoreTier):
         def ask(server: Channel, positions: Sequence[int]) -> None:
             server.send([pack(b"EXISTS", names[i]) for i in positions])
             for i in positions:
-                held[i] = server.read_flag()
+                held[i] = server.read_count() > 0
 
         self._converse(names, ask)
         return held
@@ -195,29 +196,43 @@ class ValkeyTier(SharedStoreTier):
         buffers = batch.buffers
         outcomes = [BlockOutcome.REFUSED] * len(names)
         ttl = b"" if self._ttl_ms is None else b"%d" % self._ttl_ms
-        size = max(1, _WINDOW_BYTES // self.block_bytes)
+        size = max(1, _STORE_WINDOW_BYTES // self.block_bytes)
+        # Most blocks are new, so one command asks for all. In a cluster, its names would have to lie in one slot.
+        is_counted = not (ttl or self._is_cluster)
 
         def ask(positions: Sequence[int]) -> list[bytes]:
             # It makes a block that the server holds as recent as if it had been stored again.
+            if is_counted and positions:
+                return [pack(b"TOUCH", *(names[i] for i in positions))]
             return [pack(b"PEXPIRE", names[i], ttl) if ttl else pack(b"TOUCH", names[i]) for i in positions]
+
+        def read_held(server: Channel, positions: Sequence[int]) -> list[bool]:
+            if is_counted:
+                num_held = server.read_count()
+                if num_held in (0, len(positions)):
+                    return [num_held > 0] * len(positions)
+                server.send([pack(b"EXISTS", names[i]) for i in positions])
+            return [server.read_count() > 0 for _ in positions]
 
         def store(server: Channel, positions: Sequence[int]) -> None:
             # Another engine may be storing the same blocks, so this is asked right before each window.
             server.send(ask(positions[:size]))
             for first in range(0, len(positions), size):
-                absent, waiting = [], []
-                for i in positions[first : first + size]:
-                    if server.read_flag():
+                window = positions[first : first + size]
+                absent, waiting, end = [], [], b""
+                for i, is_held in zip(window, read_held(server, window), strict=True):
+                    if is_held:
                         outcomes[i] = BlockOutcome.HELD
-                    else:
-                        absent.append(i)
-                for i in absent:
+                        continue
+                    absent.append(i)
+                    # The end of a command and the start of the next one are one buffer.
                     before, after = pack_set(names[i], seal(i), self.block_bytes, self._ttl_ms)
-                    waiting += [before, buffers[i], after]
-                server.send([*waiting, *ask(positions[first + size : first + 2 * size])])
+                    waiting += [end + before, buffers[i]]
+                    end = after
+                server.send([*waiting, b"".join([end, *ask(positions[first + size : first + 2 * size])])])
                 for i in absent:
                     try:
-                        if server.read_flag():
+                        if server.read_count():
                             outcomes[i] = BlockOutcome.DONE
                     except ServerError as error:
                         # A server whose memory is full refuses one block and may take the next.

@@ -114,31 +114,33 @@ class Channel:
         """Send buffers, one after the other."""
         self._receiver.end_s = time.monotonic() + self._timeout_s
         try:
-            waiting = [memoryview(buffer) for buffer in buffers]
+            waiting = list(buffers)
             if type(self._socket) is not socket.socket:
                 for buffer in waiting:
                     self._socket.sendall(buffer)
                 return
-            while waiting:
-                num_sent = self._socket.sendmsg(waiting[:_SEND_BUFFERS])
-                num_whole = 0
-                while num_whole < len(waiting) and num_sent >= len(waiting[num_whole]):
-                    num_sent -= len(waiting[num_whole])
-                    num_whole += 1
-                del waiting[:num_whole]
-                if waiting:
-                    waiting[0] = waiting[0][num_sent:]
-                    self._receiver.check_time()
+            lengths = [len(buffer) for buffer in waiting]
+            first, num_bytes = 0, sum(lengths)
+            while num_bytes:
+                num_sent = self._socket.sendmsg(waiting[first : first + _SEND_BUFFERS])
+                num_bytes -= num_sent
+                while num_sent and num_sent >= lengths[first]:
+                    num_sent -= lengths[first]
+                    first += 1
+                if num_sent:
+                    waiting[first] = memoryview(waiting[first])[num_sent:]
+                    lengths[first] -= num_sent
+                self._receiver.check_time()
         except TimeoutError:
             raise WireError(f"the server took nothing for {self._timeout_s} s") from None
 
-    def read_flag(self) -> bool:
-        """Read the answer of a command that counts or confirms."""
+    def read_count(self) -> int:
+        """Read the answer of a command that counts, or that confirms: 1 if it was done."""
         kind, rest = self._line()
         if kind == b"+":
-            return rest == b"OK"
+            return int(rest == b"OK")
         if kind == b":" and rest.isdigit():
-            return int(rest) > 0
+            return int(rest)
         raise _error(kind, rest)
 
     def read_value(self, targets: Sequence[memoryview]) -> int:

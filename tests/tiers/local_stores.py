@@ -99,8 +99,8 @@ class LocalValkey:
         self.values[name] = [value]
         return 1
 
-    def _exists(self, name):
-        return int(name in self.values)
+    def _exists(self, *names):
+        return sum(name in self.values for name in names)
 
     _touch = _exists
 
