@@ -230,8 +230,10 @@ def _state(frame: Frame, labels: dict[str, str]) -> str:
         return f"[red]{' and '.join(paused)} paused[/red]"
     if frame.get("tier_unavailable", **labels):
         return "[red]unavailable[/red]"
-    corrupt = frame.get("tier_corrupt_blocks", **labels)
-    return f"[yellow]{corrupt:,.0f} corrupt[/yellow]" if corrupt else "[green]works[/green]"
+    if corrupt := frame.get("tier_corrupt_blocks", **labels):
+        return f"[yellow]{corrupt:,.0f} corrupt[/yellow]"
+    drive_writes = frame.get("tier_drive_writes", **labels)
+    return f"[green]{drive_writes:.2g} drives/day[/green]" if drive_writes else "[green]works[/green]"
 
 
 def _worst_calls(frame: Frame) -> Text:

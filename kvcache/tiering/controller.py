@@ -17,10 +17,12 @@ from kvcache.metrics import HistogramData, counter, gauge, histogram, state
 from kvcache.options import Options, choice_of, option, parse_count, parse_duration, parse_flag
 from kvcache.registry import POLICIES
 from kvcache.tiering.breaker import BREAKER_STATES, Direction, Faults
+from kvcache.tiering.endurance import RunChoice
 from kvcache.tiering.rates import LinkRate
 from kvcache.tiering.uses import UseQueue
 from kvcache.tiering.write_policy import Backlog
 from kvcache.tiers.base.tier import TierResult, TierStats
+from kvcache.tiers.base.wear import parse_endurance
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
@@ -54,6 +56,8 @@ class TierConfig(Options):
         How long an open breaker keeps jobs from the tier before one job tries again.
     arbiter : bool
         Whether blocks are loaded only where that is expected to take less time than to compute them.
+    endurance : float or str, optional
+        Of a disk: drive writes a day at most, or bytes such as ``"6TiB/day"``. None: no limit.
 
     Raises
     ------
@@ -81,6 +85,14 @@ class TierConfig(Options):
     arbiter: bool = option(
         parse_flag, False, when="loading may take longer than computing the blocks; it is `true` by default for `s3`"
     )
+    endurance: float | str | None = option(
+        parse_endurance, None, when="an SSD must not be worn out before its time: its rated drive writes a day"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.endurance is not None and self.write_policy != "write_through":
+            raise ValueError(f"endurance chooses what is written: omit write_policy {self.write_policy!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +112,7 @@ class TierControllerStats:
     num_loading: int = gauge("blocks", "Blocks that are being read.", exported="loading_blocks")
     num_storing: int = gauge("blocks", "Blocks that are being written.", exported="storing_blocks")
     num_backlog: int = gauge("blocks", "Blocks that wait to be written.", exported="backlog_blocks")
+    declined_blocks: int = counter("blocks", "Blocks that the budget of writes did not cover.", is_sized=True)
     dropped_uses: int = counter(
         "blocks",
         "Uses of blocks that the tier was not told of, because too many waited.",
@@ -170,6 +183,11 @@ class TierController:
         self.jobs: dict[int, TierJob] = {}
         self.backlog = Backlog(num_blocks, config.write_policy == "write_back")
         self.link = LinkRate() if config.arbiter else None
+        if config.endurance is not None:
+            if tier.wear is None:
+                raise ValueError(f"endurance limits the writes of a disk; tier {self.medium} does not wear")
+            tier.wear.limit(config.endurance)
+            self.backlog.choice = RunChoice(tier.wear)
         self._max_blocks = max(1, budget.num_left // num_tiers)
         if tier.max_queued_blocks is not None:
             self._max_blocks = max(1, min(self._max_blocks, tier.max_queued_blocks))
@@ -229,6 +247,11 @@ class TierController:
             self._fail(self._reads, now_s)
             return 0
         return num_held
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that are being written, or will be."""
+        return len(self.backlog) + self._writes.num_blocks
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Record a use, to be passed to the tier before the next job."""
@@ -333,6 +356,9 @@ class TierController:
         direction.num_blocks -= num_blocks
         direction.num_moved += len(result.done)
         direction.seconds.observe(now_s - job.sent_s)
+        if self.tier.wear is not None and not job.is_load:
+            # A write that failed may have reached the disk.
+            self.tier.wear.spend(len(result.done) + len(result.failed))
         if not (job.is_load or job.is_again):
             self.backlog.num_dropped += len(result.failed)
         if result.error:
@@ -394,6 +420,7 @@ class TierController:
             num_loading=self._reads.num_blocks,
             num_storing=self._writes.num_blocks,
             num_backlog=len(self.backlog),
+            declined_blocks=0 if self.backlog.choice is None else self.backlog.choice.num_declined,
             dropped_uses=self._uses.num_dropped,
             promotion_seconds=HistogramData(*self._reads.seconds.data()),
             write_seconds=HistogramData(*self._writes.seconds.data()),

@@ -247,12 +247,7 @@ class TieredOffloadingManager(OffloadingManager):
     @atomic
     @_while_open()
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        keys = as_key_list(keys)
-        output = self.pool.reserve(keys, req_context)
-        if output is not None:
-            self._writing.note_evicted(output.evicted_keys)
-            self._writing.count_uses(keys, req_context)
-        return output
+        return self._writing.reserve(as_key_list(keys), req_context)
 
     @atomic
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 
+from kvcache.tiering.endurance import RunChoice
+
 _FIRST_SHARE = 4
 """At first, one slot in so many is free or holds a written block."""
 
@@ -19,7 +21,7 @@ class Backlog:
 
     With ``"write_back"``, `dirty` holds the blocks that are not due yet, least recently used first. `missed` holds
     blocks that were not written because the tier failed: those that are still in host memory are offered again once it
-    works.
+    works. A tier with a budget of writes has a `choice`, which decides what is offered.
     """
 
     def __init__(self, num_blocks: int, is_write_back: bool) -> None:
@@ -27,6 +29,7 @@ class Backlog:
         self.dirty: OrderedDict[bytes, None] = OrderedDict()
         self.missed: OrderedDict[bytes, None] = OrderedDict()
         self.num_dropped = 0
+        self.choice: RunChoice | None = None
         self._max_blocks = num_blocks
         self._num_ahead = max(1, num_blocks // _FIRST_SHARE)
         self._keys: deque[bytes] = deque()
@@ -91,11 +94,15 @@ class Backlog:
         if lost:
             self.num_dropped += len(lost)
             self._num_ahead = min(self._max_blocks, 2 * self._num_ahead)
+        if self.choice is not None:
+            self.choice.note_evicted(keys)
         for key in keys if self.missed else ():
             self.missed.pop(key, None)
 
     def clear(self) -> None:
         """Forget all blocks."""
+        if self.choice is not None:
+            self.choice.clear()
         self._keys.clear()
         self.missed.clear()
         self.dirty.clear()

@@ -6,17 +6,19 @@ A block is referenced from the job's submission until the tier reports it, so it
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
-from kvcache.block import READY
+from kvcache.block import PENDING, READY
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierController, TierJob
 
 if TYPE_CHECKING:
     from kvcache.control.pool import BlockPool
     from kvcache.request import ReqContext
-    from kvcache.specs import BlockIDsLoadStoreSpec, LoadStoreSpec
+    from kvcache.specs import BlockIDsLoadStoreSpec, LoadStoreSpec, PrepareStoreOutput
+    from kvcache.tiering.endurance import RunChoice
 
 MAX_JOB_BLOCKS = 512
 """Blocks of one job at most: a tier can begin with the next one while the scheduler takes the first one in."""
@@ -35,6 +37,10 @@ class Writing:
         self._selective = [
             controller for controller in controllers if controller.config.write_policy == "write_through_selective"
         ]
+        choices = [(controller, controller.backlog.choice) for controller in controllers]
+        self._limited = [(controller, choice) for controller, choice in choices if choice is not None]
+        # A policy that may decline blocks takes all of them only for tiers that are given all.
+        self._declines = len(self._limited) == len(controllers) and hasattr(pool.policy, "stores_all")
         # Its first item goes often: in a plain dict that would cost a walk over the gaps of those before.
         self._uses: OrderedDict[bytes, int] = OrderedDict()
         # The keys whose use was counted for each request.
@@ -43,6 +49,8 @@ class Writing:
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Record a use of blocks, for the write policies and for the tiers."""
         self.count_uses(keys, req_context)
+        for _, choice in self._limited:
+            choice.note_use(keys, req_context)
         for controller in self._controllers:
             controller.touch(keys, req_context)
 
@@ -65,6 +73,36 @@ class Writing:
             # Other blocks are offered once they are ready.
             controller.backlog.offer(reversed(self._ready(by_uses.get(controller.config.num_uses, []))))
 
+    def reserve(self, keys: list[bytes], req_context: ReqContext | None) -> PrepareStoreOutput | None:
+        """Make room for blocks in host memory, and choose which tiers with a budget of writes are given them."""
+        chosen = [(*limited, self._chosen(*limited, keys, req_context)) for limited in self._limited]
+        policy: Any = self._pool.policy
+        if may_decline := self._declines and not any(choice.writes(req_context) for _, choice, _ in chosen):
+            # No tier gets these blocks, so host memory alone decides.
+            policy.stores_all = False
+        try:
+            output = self._pool.reserve(keys, req_context)
+        finally:
+            if may_decline:
+                policy.stores_all = True
+        if output is not None:
+            self.note_evicted(output.evicted_keys)
+            self.count_uses(keys, req_context)
+        for controller, choice, run in chosen:
+            self._give(controller, choice, run)
+        return output
+
+    def _chosen(
+        self, controller: TierController, choice: RunChoice, keys: list[bytes], req_context: ReqContext | None
+    ) -> list[bytes]:
+        find = partial(controller.lookup, now_s=self._pool.clock())
+        return choice.choose(keys, req_context, find, controller.num_waiting)
+
+    def _give(self, controller: TierController, choice: RunChoice, run: list[bytes]) -> None:
+        states = self._pool.states(run)
+        controller.backlog.offer(key for key, state in zip(run[::-1], states[::-1], strict=True) if state == READY)
+        choice.due.update(key for key, state in zip(run, states, strict=True) if state == PENDING)
+
     def offer(self, keys: list[bytes], source: TierController | None) -> None:
         """Offer blocks that became ready to the tiers, but for the one that they came from."""
         for controller in self._controllers:
@@ -73,6 +111,9 @@ class Writing:
                 continue
             if backlog.is_write_back:
                 backlog.add_dirty(keys)
+                continue
+            if backlog.choice is not None:
+                backlog.offer(reversed(backlog.choice.take_due(keys)))
                 continue
             if config.write_policy == "write_through_selective":
                 keys_due = [key for key in keys if self._uses.get(key, 1) >= config.num_uses]
@@ -117,6 +158,9 @@ class Writing:
     def end_request(self, req_context: ReqContext) -> None:
         """Record the end of a request."""
         self._counted.pop(req_context, None)
+        for controller, choice in self._limited:
+            self._give(controller, choice, self._chosen(controller, choice, [], req_context))
+            choice.end(req_context)
         for controller in self._controllers:
             controller.end_request(req_context)
 

@@ -39,6 +39,7 @@ from kvcache.metrics import (
 )
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiers.base.tier import TierResult
+from kvcache.tiers.base.wear import DAY_S, Wear, uptime_s
 
 STEP_MIN = 5
 # Two hours of yesterday, and the same two of today; the incident begins half an hour into today's.
@@ -186,6 +187,12 @@ class DamagedDisk(Engine):
             assert self.manager.settle()
         with self.data.open("r+b", buffering=0) as file:
             os.pwrite(file.fileno(), b"\xff" * self.data.stat().st_size, 0)
+        # Five drive writes on the day before.
+        now_s = uptime_s()
+        times = iter([now_s - DAY_S])
+        busy = Wear(self.tier.wear.num_blocks, 4096, clock=lambda: next(times, now_s))
+        busy.spend(5 * busy.num_blocks)
+        self.tier.wear.restore(busy.record()[0])
         self.request(keys[:1])
 
 
@@ -228,6 +235,7 @@ FIRES = {
     "KVCacheHitRateFell": ({"cold"}, ("after",)),
     "KVCacheStoresRejected": ({"full"}, ("after",)),
     "KVCacheCorruptBlocks": ({"damaged"}, ("soon",)),
+    "KVCacheDiskWearsOut": ({"damaged"}, ("soon", "after")),
     "KVCacheSchedulerBlocked": ({"slow"}, ("soon",)),
     "KVCacheNodeUnavailable": ({"down"}, ("soon", "after")),
     "KVCacheNodeOutages": ({"down"}, ("soon",)),
@@ -358,7 +366,7 @@ def test_panels_show_the_incidents(prometheus: Prometheus) -> None:
     assert {name for name, value in writes.items() if value} == {"down", "hung"}
     assert {name for name, value in reads.items() if value} <= {"down", "hung"}
     assert prometheus.panel("Tiers unavailable") == {"tiers": {"": 2}}
-    assert prometheus.panel("Engines") == {"engines": {"": 7}}
+    assert prometheus.panel("Engines") == {"engines": {"": 8}}
     assert prometheus.panel("Alerts firing") == {"alerts": {"": 0}}
     assert prometheus.panel("Corrupt blocks")["blocks"][""] >= 1
     assert prometheus.panel("Stores rejected")["stores"][""] > 100

@@ -264,3 +264,17 @@ def test_write_policy_writes_simulated_tier(run_json, trace, policy, stored):
     tier = over["serving"]["media"][1]
     assert round(tier["write_bytes_per_day"] * 5 / 86_400 / 16384) == stored
     assert tier["drive_writes_per_day"] == pytest.approx(tier["write_bytes_per_day"] / (1 << 20))
+
+
+def test_plan_keeps_endurance_of_tier(run, trace, tmp_path):
+    argv = ("plan", trace, "--blocks", 2, *MODEL, "--jobs", 1, "--json", tmp_path / "out.json")
+    written = []
+    for rule in ("", ",endurance=1000", ",endurance=1", ",endurance=1KiB/day"):
+        assert run(*argv, "--tier", f"1MiB@1GB/s{rule}")[0] == 0
+        document = json.loads((tmp_path / "out.json").read_text())
+        written.append(document["cells"][-1]["serving"]["media"][-1]["write_bytes_per_day"])
+    assert written[0] == written[1] > written[2] >= 0
+    assert written[3] == 0
+    status, *texts = run(*argv, "--tier", "1MiB@1GB/s,endurance=often")
+    assert status == 2
+    assert "endurance must be drive writes a day" in "".join(texts)

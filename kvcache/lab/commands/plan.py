@@ -86,8 +86,8 @@ class PlanOptions:
         list[str] | None,
         typer.Option(
             help="A tier below host memory, as in 1TiB@6GB/s or nvme:1TiB,4TiB@6GB/s; again for the next one. Behind "
-            "the rate: a write_policy of the configuration, cache_policy=NAME (the tier's own policy) [default: lru] "
-            "and arbiter (compute what would take longer to load).",
+            "the rate: a write_policy of the configuration, cache_policy=NAME (the tier's own policy) [default: lru], "
+            "endurance=3 (drive writes a day at most) and arbiter (compute what would take longer to load).",
             metavar="[NAME:]SIZE,...@RATE[,RULE]",
             show_default=False,
         ),

@@ -8,9 +8,10 @@ from kvcache.lab.simulate.choices import ServingChoice, TierChoice
 from kvcache.options import parse_count, parse_size
 from kvcache.registry import POLICIES
 from kvcache.tiering.controller import WRITE_POLICIES
+from kvcache.tiers.base.wear import parse_endurance
 
 _TIER = re.compile(r"(?:(?P<name>[^:@]+):)?(?P<sizes>[^:@]+)@(?P<rate>[^:@,]+)(?P<rules>(?:,[^:@,]+)*)")
-_POLICY = "cache_policy="
+_POLICY, _ENDURANCE = "cache_policy=", "endurance="
 
 
 def parse_rate(option: str, text: str) -> float:
@@ -37,14 +38,16 @@ def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
         rules = [rule.strip() for rule in match["rules"].split(",")[1:]]
         own = [rule.removeprefix(_POLICY) for rule in rules if rule.startswith(_POLICY)]
         rules = [rule for rule in rules if not rule.startswith(_POLICY)]
+        worn = [rule.removeprefix(_ENDURANCE) for rule in rules if rule.startswith(_ENDURANCE)]
+        rules = [rule for rule in rules if not rule.startswith(_ENDURANCE)]
         for policy in own:
             POLICIES.resolve(policy)
         for rule in rules:
             if rule != "arbiter" and rule not in WRITE_POLICIES:
-                known = ", ".join(["arbiter", *WRITE_POLICIES, f"{_POLICY}NAME"])
+                known = ", ".join(["arbiter", *WRITE_POLICIES, f"{_POLICY}NAME", f"{_ENDURANCE}DRIVE_WRITES"])
                 raise ValueError(f"--tier takes {known} behind the rate, got {rule!r} in {text!r}")
         policies = [rule for rule in rules if rule != "arbiter"]
-        for kind, named in (("write policy", policies), ("cache_policy", own)):
+        for kind, named in (("write policy", policies), ("cache_policy", own), ("endurance", worn)):
             if len(named) > 1:
                 raise ValueError(f"--tier takes one {kind}, got {text!r}")
         tiers.append(
@@ -55,6 +58,7 @@ def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
                 policies[0] if policies else "write_through",
                 "arbiter" in rules,
                 own[0] if own else "lru",
+                parse_endurance("--tier endurance", worn[0]) if worn else None,
             )
         )
     return tiers

@@ -113,6 +113,7 @@ def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], blo
                 "bytes_per_s": tier.bytes_per_s,
                 "write_policy": tier.write_policy,
                 "cache_policy": tier.cache_policy,
+                "endurance": tier.endurance,
             }
             for tier in settings.tiers
         ],

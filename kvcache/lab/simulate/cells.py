@@ -19,6 +19,7 @@ from kvcache.lab.traces.keys import KeyMaker, split_block_size
 from kvcache.registry import POLICIES
 
 if TYPE_CHECKING:
+    from kvcache.lab.simulate.choices import TierRule
     from kvcache.lab.traces.compact import CompactTrace
     from kvcache.lab.traces.requests import Int64Array
     from kvcache.tiering.manager import TieredOffloadingManager
@@ -56,7 +57,7 @@ class Plan:
     split: int = 1
     num_shards: int = 1
     serving: Serving | None = None
-    rules: tuple[tuple[str, bool, str], ...] = ()
+    rules: tuple[TierRule, ...] = ()
     groups: Groups | None = None
 
     @property
@@ -166,9 +167,11 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
                 serving.block_bytes / medium.bytes_per_s for medium in serving.media[1 : 1 + len(tiers)]
             ]
             options["host_block_s"] = serving.block_bytes / serving.media[0].bytes_per_s
-            if serving.token_prefill_s is not None and any(arbiter for _, arbiter, _ in plan.rules):
+            if serving.token_prefill_s is not None and any(rule[1] for rule in plan.rules):
                 options["prefill_tokens_per_s"] = 1 / serving.token_prefill_s
         options["rules"] = plan.rules[: len(tiers)]
+        options["wear_blocks"] = [_scaled(blocks, trace.rate) or 1 for blocks in job.tiers]
+        options["block_bytes"] = 1 if serving is None else serving.block_bytes
         simulated = SimulatedTieredManager(block_size, min(num_blocks, most), tiers, job.policy, **options)
         manager: CPUOffloadingManager | TieredOffloadingManager = simulated
         below = simulated.simulated

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
+
+TierRule: TypeAlias = tuple[str, bool, str, float | str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class TierChoice:
-    """One simulated tier: its name, the capacities to try, its rate, how the manager uses it, and its own policy."""
+    """One simulated tier: its name, the capacities to try, its rate, how a manager uses it, its policy, endurance."""
 
     name: str
     capacities_bytes: tuple[int, ...]
@@ -18,11 +20,12 @@ class TierChoice:
     write_policy: str = "write_through"
     arbiter: bool = False
     cache_policy: str = "lru"
+    endurance: float | str | None = None
 
     @property
-    def rule(self) -> tuple[str, bool, str]:
-        """How the manager uses it, and its policy."""
-        return self.write_policy, self.arbiter, self.cache_policy
+    def rule(self) -> TierRule:
+        """How the manager uses it, its policy, and its endurance."""
+        return self.write_policy, self.arbiter, self.cache_policy, self.endurance
 
 
 @dataclass(frozen=True, slots=True)

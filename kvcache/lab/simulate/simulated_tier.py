@@ -15,6 +15,7 @@ from kvcache.lab.traces.requests import ReplayError
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.base.tier import Tier, TierResult, TierStats
+from kvcache.tiers.base.wear import Wear
 
 if TYPE_CHECKING:
     from kvcache.policies.base import CachePolicy
@@ -30,7 +31,8 @@ class SimulatedTier(Tier):
 
     medium = "SIMULATED"
 
-    def __init__(self, num_blocks: int, cache_policy: str = "lru", **options: Any) -> None:
+    def __init__(self, num_blocks: int, cache_policy: str = "lru", wear: Wear | None = None, **options: Any) -> None:
+        self.wear = wear
         self._index = CPUOffloadingManager(1, num_blocks, cache_policy, **options)
         self.cache_policy = cache_policy
         self._num_blocks = num_blocks
@@ -95,6 +97,7 @@ class SimulatedTier(Tier):
             stored_blocks=self.stored_blocks,
             loaded_blocks=self.loaded_blocks,
             evicted_blocks=index.evicted_blocks,
+            **({} if self.wear is None else self.wear.stats()),
         )
 
     def shutdown(self) -> None:
@@ -106,8 +109,8 @@ class SimulatedTieredManager(TieredOffloadingManager):
 
     `cache_policy` is that of host memory, and `tier_policy` of every tier; `clock` is the trace's own time in seconds.
     For an arbiter, `block_s` are the seconds that each tier takes to load a block, and `host_block_s` those from host
-    memory to the device. `rules` holds for each tier its write policy, whether an arbiter limits its loads, and its own
-    policy.
+    memory to the device. `rules` holds for each tier its write policy, whether an arbiter limits its loads, its own
+    policy, and its `endurance`: `wear_blocks` are the blocks of the whole medium, `block_bytes` their size.
     """
 
     def __init__(
@@ -121,17 +124,21 @@ class SimulatedTieredManager(TieredOffloadingManager):
         clock: Callable[[], float],
         block_s: Sequence[float] | None = None,
         host_block_s: float = 0.0,
-        rules: Sequence[tuple[str, bool, str]] = (),
+        rules: Sequence[tuple[str, bool, str, float | str | None]] = (),
+        wear_blocks: Sequence[int] = (),
+        block_bytes: int = 1,
         **host_options: Any,
     ) -> None:
-        rules = rules or [("write_through", False, tier_policy)] * len(tier_blocks)
+        rules = rules or [("write_through", False, tier_policy, None)] * len(tier_blocks)
         self.simulated = [
-            SimulatedTier(blocks, policy, clock=clock)
-            for blocks, (_, _, policy) in zip(tier_blocks, rules, strict=True)
+            SimulatedTier(blocks, policy, wear=Wear(worn, block_bytes, clock=clock), clock=clock)
+            for blocks, worn, (_, _, policy, _) in zip(tier_blocks, wear_blocks or tier_blocks, rules, strict=True)
         ]
         configs = [
-            TierConfig(write_policy=policy, max_store_blocks=_MAX_STORE_BLOCKS, arbiter=arbiter)
-            for policy, arbiter, _ in rules
+            TierConfig(
+                write_policy=policy, max_store_blocks=_MAX_STORE_BLOCKS, arbiter=arbiter, endurance=endurance
+            )
+            for policy, arbiter, _, endurance in rules
         ]
         tiers = list(zip(self.simulated, configs, strict=True))
         super().__init__(block_size, num_blocks, tiers, cache_policy, clock=clock, **host_options)

@@ -274,6 +274,7 @@ class JobTier(Medium, Tier):
                 catalog.num_held,
                 last_error=self._counts.last_error,
                 unavailable_reason=self._life.reason or self._counts.store_error,
+                **({} if self.wear is None else self.wear.stats()),
                 **counts,
             )
             return stats if self._stage is None else self._stage.described(stats)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvcache.request import ReqContext
+    from kvcache.tiers.base.wear import Wear
 
     HostBlocks = npt.NDArray[np.uint8] | npt.NDArray[np.int8]
 
@@ -96,6 +97,13 @@ class TierStats:
     )
     refused_blocks: int = counter("blocks", "Blocks turned away by a full queue or an unavailable tier.")
     io_errors: int = counter("operations", "Reads, writes and other operations that failed.")
+    drive_writes: float = gauge("writes", "Writes of the whole capacity in the last day; 0 before a day has passed.")
+    life_years: float = gauge(
+        "years", "Life of an SSD at these writes, if it endures the budget, or one drive write a day; 0: not known."
+    )
+    left_blocks: int = gauge(
+        "blocks", "Blocks that the budget of writes covers now.", exported="write_budget_blocks", is_sized=True
+    )
     last_error: str = ""
     unavailable_reason: str = flag(
         "Whether the tier fails, or its reads or writes are paused after failures.", exported="unavailable"
@@ -134,6 +142,9 @@ class Tier(Configurable, ABC):
     uses_arbiter : bool
         Of the class: whether the option `arbiter` of an entry of ``tiers`` is on by default.
 
+    wear : Wear or None
+        The writes of a disk, and their budget; None: the medium does not wear.
+
     Notes
     -----
     No method but `shutdown` and `delete` waits for I/O, and none raises because of it. One thread at a time calls
@@ -144,6 +155,7 @@ class Tier(Configurable, ABC):
     max_queued_blocks: int | None = None
     cache_policy: str | type | None = None
     uses_arbiter: ClassVar[bool] = False
+    wear: Wear | None = None
 
     @classmethod
     def make(cls, options: Any, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Self:

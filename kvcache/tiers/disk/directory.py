@@ -27,6 +27,7 @@ from pathlib import Path
 
 from kvcache.background import after_fork
 from kvcache.tiers.base.batch import NO_ROOM
+from kvcache.tiers.base.wear import RECORD_BYTES as WEAR_BYTES
 from kvcache.tiers.disk.header import (
     DATA,
     HEADER,
@@ -41,6 +42,7 @@ from kvcache.tiers.disk.header import (
 _MARK_OFFSET = 256
 """Where in `lock` the mark stands; the name of the writer comes before it."""
 _MARK_BYTES = 8
+_WEAR_OFFSET = _MARK_OFFSET + _MARK_BYTES
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
 _GET_FLAGS, _SET_FLAGS, _NO_COPY = 0x80086601, 0x40086602, 0x00800000
 """Of Linux: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_NOCOW_FL."""
@@ -320,6 +322,16 @@ class TierDirectory:
     def mark_void(self, salt: int) -> None:
         """Record that blocks under this salt are void; unlike `write_header`, this does not survive a loss of power."""
         write_all(self._lock_fd, salt.to_bytes(_MARK_BYTES, "little"), _MARK_OFFSET)
+
+    def write_wear(self, record: bytes) -> None:
+        """Write how worn the disk is, beside the lock, which `clear_directory` keeps."""
+        write_all(self._lock_fd, record, _WEAR_OFFSET)
+
+    def read_wear(self) -> bytes:
+        """Return the last record of `write_wear`, or other bytes."""
+        with suppress(FileNotFoundError), closing_fd(self.open_file(_LOCK, os.O_RDONLY)) as fd:
+            return os.pread(fd, WEAR_BYTES, _WEAR_OFFSET)
+        return b""
 
     def resize(self, header: Header, afresh: bool = False) -> Header:
         """Give all files the lengths of `header`, and write `header`. The next open repeats an interrupted resize."""

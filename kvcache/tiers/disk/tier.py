@@ -42,6 +42,7 @@ from kvcache.tiers.base.codec import Codec, make_codec, parse_codec, stored_form
 from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
 from kvcache.tiers.base.log_limiter import LogLimiter
 from kvcache.tiers.base.medium import consecutive
+from kvcache.tiers.base.wear import Wear
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import TierDirectory, refusal_of, reported
 from kvcache.tiers.disk.header import Header, TierDirectoryError, capacity_for, num_slots_within
@@ -138,6 +139,7 @@ class DiskTier(JobTier):
     """
 
     options_type = DiskOptions
+    wear: Wear
 
     def __init__(
         self,
@@ -168,6 +170,7 @@ class DiskTier(JobTier):
         max_run_blocks = max(1, min(MAX_RUN_BLOCKS, values.max_io_bytes // block_bytes)) if is_packed else 1
         self._shared_blocks = SHARED_BYTES // block_bytes
         self._num_threads = values.num_threads
+        self.wear = Wear(self._header.num_slots, self._header.slot_bytes, is_kept=True)
         self._store: BlockStore | None = None
         self._current = (0, self._header.generation)
         self._marks: list[Background] = []
@@ -314,6 +317,7 @@ class DiskTier(JobTier):
         with self._warning_of("flush"):
             if store.directory.is_present(store.fd):
                 store.flush()
+                self._record_wear(store)
                 return
             self._is_removed = True
             reason = f"directory {self.path} was removed"
@@ -323,9 +327,17 @@ class DiskTier(JobTier):
                 # Open and deleted, it would take its space until the engine ends.
                 os.ftruncate(store.fd, 0)
 
+    def _record_wear(self, store: BlockStore, is_last: bool = False) -> None:
+        record, num_kept = self.wear.record(is_last)
+        store.directory.write_wear(record)
+        self.wear.keep(num_kept)
+
     def close(self) -> None:
         """Close the files, unless a thread that hangs may still use them."""
         if all(mark.stop(_CLOSE_S) for mark in self._marks) and self._store is not None:
+            if not (self._is_read_only or self._is_removed):
+                with suppress(OSError), self._warning_of("close"):
+                    self._record_wear(self._store, is_last=True)
             self._store.close()
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
@@ -362,6 +374,7 @@ class DiskTier(JobTier):
         store = BlockStore(directory, self.host_rows, self._is_read_only, self._has_page_cache)
         undo.callback(store.close)
         store.table.has_space[:] = is_allocated
+        self.wear.restore(directory.read_wear())
         keys, slots, seqs, times = store.table.load()
         undo.pop_all()
         if len(set(keys)) < len(keys):

@@ -1,0 +1,239 @@
+"""A disk with a budget of writes: whole runs are written, those that are read again first, and never too many."""
+
+import random
+
+import pytest
+
+from kvcache import CPUOffloadingManager, ReqContext, TieredOffloadingManager
+from kvcache.assembly.assemble import parse_tier
+from kvcache.lab.simulate.run import Replay, ReplayClock
+from kvcache.lab.simulate.simulated_tier import SimulatedTier, SimulatedTieredManager
+from kvcache.lab.traces.keys import KeyMaker
+from kvcache.lab.traces.trace import Trace
+from kvcache.testing.tiers import ManualTier
+from kvcache.tiering.controller import TierConfig
+from kvcache.tiers.base.wear import DAY_S, Wear
+
+HOUR_S = 3600.0
+
+
+class Bench:
+    """A manager of 64 blocks over a simulated disk of 1,000, and requests of one user or of many."""
+
+    def __init__(self, endurance, policy="lru", host_blocks=64, disk_blocks=1000):
+        self.now_s = 0.0
+        rule = ("write_through", False, "lru", endurance)
+        self.manager = SimulatedTieredManager(
+            16, host_blocks, [disk_blocks], policy, clock=lambda: self.now_s, rules=[rule]
+        )
+        self.tier = self.manager.simulated[0]
+
+    def request(self, keys, part=None):
+        """Serve a prompt, whose new blocks are stored in parts of so many; return the hits."""
+        context = ReqContext("request")
+        num_hits = self.manager.lookup(keys, context)
+        self.manager.prepare_load(keys[:num_hits], context)
+        self.manager.complete_load(keys[:num_hits], context)
+        part = part or max(1, len(keys))
+        for begin in range(num_hits, len(keys), part):
+            output = self.manager.prepare_store(keys[begin : begin + part], context)
+            if output is not None:
+                self.manager.complete_store(output.keys_to_store, context)
+        self.manager.on_request_finished(context)
+        return num_hits
+
+    def stats(self):
+        return self.manager.tier_stats()[0]
+
+
+def keys_of(user, num_blocks):
+    return [b"%d/%d" % (user, i) for i in range(num_blocks)]
+
+
+@pytest.mark.parametrize("part", [None, 3])
+def test_rich_budget_writes_everything(part):
+    bench = Bench(1000.0)
+    for user in range(5):
+        bench.request(keys_of(user, 10), part)
+    assert bench.tier.stored_blocks == 50
+    assert bench.stats().declined_blocks == 0
+
+
+def test_run_beyond_budget_loses_tail():
+    # A day of one drive write grants 1,000 blocks, and a minute 0.7.
+    bench = Bench(1.0, host_blocks=200)
+    bench.now_s = 15 * 60.0
+    bench.request(keys_of(0, 30))
+    assert bench.tier.lookup(keys_of(0, 30)) == bench.tier.stored_blocks == 11
+    assert bench.stats().declined_blocks == 19
+    # Later parts of a run with a hole would never be read.
+    bench.now_s += HOUR_S
+    context = ReqContext("long")
+    bench.manager.lookup(keys_of(1, 100), context)
+    for begin in (0, 50):
+        output = bench.manager.prepare_store(keys_of(1, 100)[begin : begin + 50], context)
+        bench.manager.complete_store(output.keys_to_store, context)
+        bench.now_s += HOUR_S
+    bench.manager.on_request_finished(context)
+    assert bench.tier.lookup(keys_of(1, 100)) == 41
+
+
+def test_declined_head_follows_tail():
+    bench = Bench(1.0)
+    bench.request(keys_of(0, 20))
+    assert bench.tier.lookup(keys_of(0, 20)) == 0
+    bench.now_s = HOUR_S
+    bench.request(keys_of(0, 30))
+    assert bench.tier.lookup(keys_of(0, 30)) == 30
+
+
+def test_hits_alone_are_written_once_granted():
+    bench = Bench(1.0)
+    bench.request(keys_of(0, 20))
+    bench.now_s = HOUR_S
+    assert bench.request(keys_of(0, 20)) == 20
+    assert bench.tier.lookup(keys_of(0, 20)) == 20
+
+
+def test_poor_budget_prefers_runs_that_return():
+    """Chats return after an hour, one-shot prompts of another length never do."""
+    bench, draw = Bench(12.0), random.Random(3)
+    hits = {"chat": 0, "once": 0}
+    chats = dict.fromkeys(range(12), 8)
+    num_once = 0
+    for step in range(2000):
+        bench.now_s += 60.0
+        if step % 5:
+            num_once += 1
+            hits["once"] += bench.request(keys_of(1000 + num_once, 40))
+            continue
+        user = draw.randrange(12)
+        hits["chat"] += bench.request(keys_of(user, chats[user]))
+        chats[user] = chats[user] + 1 if chats[user] < 16 else 8
+    unlimited = 2000 / 5 * 12 + 1600 * 40
+    assert bench.tier.stored_blocks < unlimited / 2
+    assert hits["chat"] > 0.6 * 400 * 11
+
+
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
+@pytest.mark.parametrize("num_days", [1, 3])
+def test_budget_holds_each_day(policy, num_days):
+    """Bursts after idle hours: a day's writes are within the budget and what an earlier day has saved."""
+    bench, draw = Bench(1.0, policy), random.Random(num_days)
+    written = 0
+    for day in range(num_days):
+        before = bench.tier.stored_blocks
+        for hour in range(24):
+            bench.now_s = day * DAY_S + hour * HOUR_S
+            for _ in range(draw.choice([0, 0, 30])):
+                bench.now_s += 30.0
+                bench.request(keys_of(draw.randrange(200), draw.randrange(1, 30)))
+                written = bench.tier.stored_blocks
+                assert written <= 1000 * (bench.now_s + 60) / DAY_S + 1
+        assert written - before <= 2000
+
+
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
+def test_no_budget_hits_as_memory_alone(policy):
+    bench, draw = Bench(1e-6, policy), random.Random(1)
+    alone = CPUOffloadingManager(16, 64, policy, clock=lambda: bench.now_s)
+    for _ in range(1500):
+        bench.now_s += 1.0
+        keys = keys_of(draw.randrange(40), draw.randrange(1, 12))
+        context = ReqContext("alone")
+        num_hits = alone.lookup(keys, context)
+        alone.prepare_load(keys[:num_hits], context)
+        alone.complete_load(keys[:num_hits], context)
+        output = alone.prepare_store(keys[num_hits:], context)
+        if output is not None:
+            alone.complete_store(output.keys_to_store, context)
+        alone.on_request_finished(context)
+        assert bench.request(keys) == num_hits
+    assert bench.tier.stored_blocks == 0
+
+
+def test_blocks_without_request_are_chosen():
+    bench = Bench(1000.0)
+    output = bench.manager.prepare_store(keys_of(0, 5))
+    bench.manager.complete_store(output.keys_to_store)
+    bench.manager.settle()
+    assert bench.tier.stored_blocks == 5
+
+
+def test_failed_store_is_not_written():
+    bench = Bench(1000.0)
+    context = ReqContext("failed")
+    output = bench.manager.prepare_store(keys_of(0, 5), context)
+    bench.manager.complete_store(output.keys_to_store, context, success=False)
+    bench.manager.on_request_finished(context)
+    assert bench.tier.stored_blocks == 0
+
+
+def test_reset_forgets_chosen_blocks():
+    bench = Bench(1000.0)
+    context = ReqContext("running")
+    output = bench.manager.prepare_store(keys_of(0, 5), context)
+    bench.manager.reset_cache()
+    bench.manager.settle()
+    bench.manager.complete_store(output.keys_to_store, context)
+    bench.manager.on_request_finished(context)
+    assert bench.tier.stored_blocks == 0
+    bench.request(keys_of(1, 5))
+    assert bench.tier.stored_blocks == 5
+
+
+def test_late_store_is_written():
+    bench = Bench(1000.0)
+    context = ReqContext("ended")
+    output = bench.manager.prepare_store(keys_of(0, 5), context)
+    bench.manager.on_request_finished(context)
+    bench.manager.complete_store(output.keys_to_store, None)
+    bench.manager.settle()
+    assert bench.tier.stored_blocks == 5
+
+
+def test_endurance_refuses_other_rules():
+    with pytest.raises(ValueError, match="omit write_policy 'write_back'"):
+        TierConfig(write_policy="write_back", endurance=3.0)
+    with pytest.raises(ValueError, match="endurance limits the writes of a disk"):
+        TieredOffloadingManager(16, 8, [(ManualTier(8), TierConfig(endurance=3.0))])
+    settings = parse_tier({"type": "disk", "path": "kv", "capacity": "1GiB", "endurance": "6TiB/day"})
+    assert settings.config.endurance == f"{6 << 40}/day"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "host_blocks", "shares"),
+    [
+        ("mooncake_conversation.jsonl", 4096, {0.5: 0.77, 0.25: 0.45, 0.125: 0.25}),
+        ("agentic_coding.jsonl.gz", 2000, {0.5: 0.49, 0.25: 0.26, 0.125: 0.13}),
+    ],
+)
+def test_lru_keeps_share_of_gain(shared, name, host_blocks, shares):
+    with Trace(shared / "traces" / name) as trace:
+        requests = list(trace)
+    make_keys = KeyMaker()
+
+    def replayed(endurance, disk_blocks=8 * host_blocks):
+        clock = ReplayClock()
+        wear_rule = [("write_through", False, "lru", endurance)]
+        manager = SimulatedTieredManager(512, host_blocks, [disk_blocks], "lru", clock=clock, rules=wear_rule)
+        replay = Replay(manager, arrivals=clock)
+        for request in requests:
+            replay.step(request, make_keys(request.hash_ids))
+        return replay.tally.hit_blocks, manager.simulated[0].stored_blocks
+
+    all_hits, all_written = replayed(None)
+    alone, _ = replayed(1e-9)
+    seconds = requests[-1].arrival_s - requests[0].arrival_s
+    for share, least in shares.items():
+        per_day = share * all_written / seconds * DAY_S
+        hits, written = replayed(per_day / (8 * host_blocks))
+        assert written <= all_written * share * 1.02 + 1
+        assert (hits - alone) / (all_hits - alone) >= least
+
+
+def test_simulated_wear_counts_whole_medium():
+    wear = Wear(4000, 1 << 20, clock=lambda: 0.0)
+    wear.limit(f"{1 << 30}/day")
+    assert SimulatedTier(10, wear=wear).wear.per_day == 1024
