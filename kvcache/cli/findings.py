@@ -134,23 +134,10 @@ def check_config(
         data_plane = placement.describe_copies(block_bytes, world_size, is_latent)
         world_size = 1 if placement.shares_one_copy(is_latent) else world_size
     policy = settings.cache_policy if placement is None else placement.policy
-    pool_bytes = 0
-    try:
-        num_blocks = settings.num_blocks(block_bytes, world_size, where)
-    except ValueError as error:
-        if block_bytes or (settings.cpu_bytes_to_use is None) == (settings.num_cpu_blocks is None):
-            return [*findings, Finding("error", "pool", str(error))]
-        pool_bytes = settings.cpu_bytes_to_use or 0
-        if pool_bytes < _LEAST_POOL_BYTES:
-            text = f"cpu_bytes_to_use is {pool_bytes} bytes, less than a block: a unit, as in '64GiB'?"
-            findings.append(Finding("error", "pool", text))
-        else:
-            text = f"{format_size(pool_bytes)}, policy {policy}; a block's size is not given (--model)"
-            findings.append(Finding("ok", "pool", text))
-    else:
-        pool_bytes = num_blocks * block_bytes * world_size
-        size = f" of {format_size(block_bytes * world_size)}, {format_size(pool_bytes)} in all" if block_bytes else ""
-        findings.append(Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {policy}"))
+    sized, pool_bytes = _check_size(settings, policy, block_bytes, world_size, where)
+    findings.append(sized)
+    if pool_bytes is None:
+        return findings
     node_pool, owner, options = _owner_of(node_pool, given, settings)
     if pool_bytes:
         findings += _check_memory(pool_bytes * len(engines), engines, node_pool)
@@ -164,6 +151,26 @@ def check_config(
     if placement is not None:
         findings.append(Finding("ok", "data plane", data_plane))
     return findings
+
+
+def _check_size(
+    settings: OffloadSettings, policy: Any, block_bytes: int, world_size: int, where: str
+) -> tuple[Finding, int | None]:
+    """Return what is found of the pool's size, and its bytes: 0 if they are unknown, None if it can have no blocks."""
+    try:
+        num_blocks = settings.num_blocks(block_bytes, world_size, where)
+    except ValueError as error:
+        if block_bytes or (settings.cpu_bytes_to_use is None) == (settings.num_cpu_blocks is None):
+            return Finding("error", "pool", str(error)), None
+        pool_bytes = settings.cpu_bytes_to_use or 0
+        if pool_bytes < _LEAST_POOL_BYTES:
+            text = f"cpu_bytes_to_use is {pool_bytes} bytes, less than a block: a unit, as in '64GiB'?"
+            return Finding("error", "pool", text), pool_bytes
+        text = f"{format_size(pool_bytes)}, policy {policy}; a block's size is not given (--model)"
+        return Finding("ok", "pool", text), pool_bytes
+    pool_bytes = num_blocks * block_bytes * world_size
+    size = f" of {format_size(block_bytes * world_size)}, {format_size(pool_bytes)} in all" if block_bytes else ""
+    return Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {policy}"), pool_bytes
 
 
 def read_file(config: Path) -> tuple[Mapping[str, Any], Mapping[str, Any], bool, Mapping[str, Any]]:

@@ -69,10 +69,9 @@ class _Recorded:
 
     def end(self) -> None:
         """Keep the keys alone, in their order: a request of one key takes a third of the memory then."""
-        named = self.named
-        if self.positions:
-            named = {**named, **self.positions}
-        self.keys = b"".join(sorted(named, key=lambda key: self.positions.get(key, 1 << 62)))
+        keys: list[bytes] = list(dict.fromkeys([*self.named, *self.positions]))
+        keys.sort(key=lambda key: self.positions.get(key, 1 << 62))
+        self.keys = b"".join(keys)
         del self.named, self.positions
 
 
