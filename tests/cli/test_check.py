@@ -293,13 +293,14 @@ def test_check_names_the_existing_node_pool(check, monkeypatch):
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("name", [True, f"disk-{os.getpid()}"])
-def test_check_accepts_every_engine_of_pool(check, tmp_path, name):
+@pytest.mark.parametrize("is_named", [False, True])
+def test_check_accepts_every_engine_of_pool(check, tmp_path, is_named):
     """The pool's owner has the disk, the port and the recording open: the next engine's check does not refuse them."""
     tiers = [{"type": "disk", "path": str(tmp_path / "kv"), "capacity": "16MiB"}]
     options = {"cache_policy": "lru", "tiers": tiers, "exporters": ["status"], "record": str(tmp_path / "log.kvlog")}
-    given = vllm_with(options | {"node_pool": name})
-    folder = node_folder(f"disk-{os.getpid()}")
+    name = f"disk-{os.getpid()}"
+    given = vllm_with(options | {"node_pool": name if is_named else True})
+    folder = node_folder(name)
     owner = Owner(folder, linger_s=None)
     thread = threading.Thread(target=owner.run)
     thread.start()
@@ -315,7 +316,7 @@ def test_check_accepts_every_engine_of_pool(check, tmp_path, name):
         status, text = check(given)
         # Another pool would write to the same directory, or this engine would be refused.
         assert status == 1
-        assert ("is in use by" if name is True else "error node pool tiers: the pool has") in text
+        assert ("error node pool tiers: the pool has" if is_named else "is in use by") in text
         engine.shutdown()
     finally:
         owner.stop()
