@@ -57,7 +57,7 @@ def test_failed_start_gives_parts_back(path):
     get_finished = tier.get_finished
     tier.get_finished = lambda: iter(get_finished())
     reset, resets = tier.reset, []
-    tier.reset = lambda: resets.append(reset())  # without a version, as plug-ins may have it
+    tier.reset = lambda version: resets.append((version, reset()))
     with Recorder(manager, path):
         assert not {tier, before[1]} & {*parts()}
         manager.complete_store(manager.prepare_store([key(1)]).keys_to_store)
@@ -65,7 +65,7 @@ def test_failed_start_gives_parts_back(path):
         assert manager.tier_stats()[0].written_blocks == 1
         manager.reset_cache("2")
         assert manager.settle()
-    assert resets == [None]
+    assert resets == [("2", None)]
     assert parts() == before
     manager.shutdown()
 

@@ -1,6 +1,6 @@
-"""KVCacheTier over a disk beside vLLM's fs tier: look-ups, stores and loads; by hand, it takes a minute.
+"""KVCacheTier over a disk beside vLLM's fs tier: look-ups, stores and loads; it takes a minute.
 
-``python tests/vllm/measure_tiers.py FOLDER`` drives both tiers as vLLM's manager does, in turns, without a device.
+``python -m asv_benchmarks.vllm_tiers FOLDER`` drives both tiers as vLLM's manager does, in turns, without a device.
 Look-ups are timed until each key has its answer: in the scheduler's thread, and on the clock. Stores and loads are jobs
 of a prompt's chunks, several under way, past the page cache where FOLDER allows it.
 """
@@ -19,22 +19,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-sys.path.insert(0, str(Path(__file__).parent))
-
 import numpy as np
-from engine_tiering import EngineTiering, keys, tier_config
-from vllm.v1.kv_offload import base
-from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvcache.tiers.disk.header import capacity_for
 
+TESTS = Path(__file__).parents[1] / "tests" / "vllm"
 NUM_KEYS = 10_000
 JOB_CHUNKS = 32
 
 
 def lookup_s(num_rounds: int, folder: Path) -> Iterator[tuple[str, dict[str, list[float]]]]:
     """Yield by tier the scheduler's seconds and all seconds of looking up all keys of a request."""
+    from engine_tiering import keys
+    from vllm.v1.kv_offload import base
+
     times: dict[str, dict[str, list[float]]] = {"in steps": {}, "in all": {}}
     blocks = keys(*range(NUM_KEYS))
     with both_tiers(folder, 4096, NUM_KEYS) as engines:
@@ -63,6 +61,8 @@ def transfer_s(
     num_rounds: int, folder: Path, chunk_bytes: int, total_bytes: int, num_threads: int
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
     """Yield by tier the seconds of storing and of loading `total_bytes`."""
+    from engine_tiering import keys
+
     times: dict[str, dict[str, list[float]]] = {"store": {}, "load": {}}
     num_chunks = total_bytes // chunk_bytes
     with both_tiers(folder, chunk_bytes, num_chunks * (num_rounds + 1), num_threads) as engines:
@@ -82,8 +82,10 @@ def transfer_s(
 @contextmanager
 def both_tiers(
     folder: Path, chunk_bytes: int, num_blocks: int, num_threads: int = 4
-) -> Iterator[dict[str, EngineTiering]]:
+) -> Iterator[dict[str, Any]]:
     """Make vLLM's manager over its fs tier, and over ours."""
+    from engine_tiering import EngineTiering, tier_config
+
     num_chunks = min(num_blocks, max(1, (1 << 30) // chunk_bytes))
     capacity = capacity_for(num_blocks, chunk_bytes)
     options = {"max_store_blocks": num_blocks, "num_threads": num_threads}
@@ -106,6 +108,9 @@ def both_tiers(
 
 def run_jobs(tier: Any, blocks: list[Any], chunks: range, is_load: bool) -> None:
     """Store or load `blocks` in jobs of a prompt's chunks, and poll as steps of the scheduler do."""
+    from vllm.v1.kv_offload import base
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
     submit: Callable[[TransferJob], None] = tier.submit_load if is_load else tier.submit_store
     num_jobs = 0
     for first in range(0, len(blocks), JOB_CHUNKS):
@@ -130,6 +135,8 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=256, help="bytes of a round")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    sys.path.insert(0, str(TESTS))
 
     for name, times in lookup_s(arguments.rounds, arguments.folder):
         fs, ours = (statistics.median(times[tier]) for tier in ("fs", "KVCacheTier"))

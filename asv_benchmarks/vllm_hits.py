@@ -1,6 +1,6 @@
-"""Hits of policies under vLLM's own scheduler, beside the replay's; by hand, it takes minutes.
+"""Hits of policies under vLLM's own scheduler, beside the replay's; it takes minutes.
 
-``python tests/vllm/measure_hits.py TRACE --policy lru,gittins --blocks 1000,3000`` serves the trace as token streams
+``python -m asv_benchmarks.vllm_hits TRACE --policy lru,gittins --blocks 1000,3000`` serves the trace as token streams
 through vLLM's scheduler, its connector and our adapter, without a model: at its own times, several requests at once,
 prompts computed in chunks. The device keeps no prefixes, so the loaded blocks are the replay's hits. A listed
 block is 16 tokens here, and a step of 0.1 s computes 16 blocks.
@@ -19,18 +19,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-
-os.environ.update(
-    VLLM_CPU_KVCACHE_SPACE="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_LOGGING_LEVEL="ERROR",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",
-)
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from scheduling import BLOCK_TOKENS, MAMBA, ModelFreeEngine, write_config
+from typing import Any
 
 from kvcache import CPUOffloadingManager
 from kvcache.lab.simulate.run import Replay, ReplayClock
@@ -38,6 +27,7 @@ from kvcache.lab.traces.keys import KeyMaker
 from kvcache.lab.traces.trace import Trace
 
 NUM_DEVICE_BLOCKS = 20_000
+TESTS = Path(__file__).parents[1] / "tests" / "vllm"
 
 
 def prompts(trace: Path, num_requests: int | None, has_parts: bool = True) -> Iterator[tuple[float, list[int]]]:
@@ -45,6 +35,8 @@ def prompts(trace: Path, num_requests: int | None, has_parts: bool = True) -> It
 
     `has_parts`: a block that a prompt fills in part counts as a whole one.
     """
+    from scheduling import BLOCK_TOKENS
+
     with Trace(trace) as requests:
         for request in islice(requests, num_requests):
             hash_ids = request.hash_ids.tolist()[: None if has_parts else request.input_length // 512]
@@ -54,8 +46,10 @@ def prompts(trace: Path, num_requests: int | None, has_parts: bool = True) -> It
 
 def served(
     model: Path, arguments: argparse.Namespace, policy: str, num_blocks: int, windows: list[int | str | None]
-) -> ModelFreeEngine:
+) -> Any:
     """Serve the trace, and return the engine."""
+    from scheduling import ModelFreeEngine
+
     engine = ModelFreeEngine(
         model,
         arguments.device or NUM_DEVICE_BLOCKS * len(windows),
@@ -87,6 +81,16 @@ def main() -> int:
     parser.add_argument("--windows", default="")
     parser.add_argument("--device", type=int, default=0)
     arguments = parser.parse_args()
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_ALLOW_LONG_MAX_MODEL_LEN="1",
+    )
+    sys.path.insert(0, str(TESTS))
+    from scheduling import BLOCK_TOKENS, MAMBA, write_config
+
     windows = [None, *(MAMBA if w == MAMBA else int(w) * BLOCK_TOKENS for w in arguments.windows.split(",") if w)]
     num_short, hits = 0, {}
     print("policy    blocks     replay     served   ratio    stored  refused  seconds")

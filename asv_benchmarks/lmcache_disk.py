@@ -1,6 +1,6 @@
 """KVCacheL2 beside LMCache's own `fs` adapter: MB/s of fresh objects, medians of 5 rounds in turns.
 
-Run it in the environment of tests/lmcache/run: ``.venv-lmcache/bin/python tests/lmcache/side_by_side.py [FOLDER]``
+``python -m asv_benchmarks.lmcache_disk [FOLDER]``, in the environment of tests/lmcache/run.
 """
 
 import json
@@ -12,23 +12,22 @@ import time
 from pathlib import Path
 
 import numpy as np
-from l2_harness import PLUGIN, MemoryObject, answer, object_key
-from lmcache.v1.distributed.l2_adapters import create_l2_adapter
-from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2AdapterConfig
-from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 
+TESTS = Path(__file__).parents[1] / "tests" / "lmcache"
 TOTAL_BYTES, TASK_OBJECTS, ROUNDS = 128 << 20, 16, 5
 
 
 def rates(adapter, arrays, base, has_sync):
     """Store and load objects by tasks of 16; return MB/s of both. With sync, the file system is flushed."""
+    from l2_harness import MemoryObject, answer, object_key
+
     keys = [object_key(base + number) for number in range(len(arrays))]
     tasks = [slice(first, first + TASK_OBJECTS) for first in range(0, len(keys), TASK_OBJECTS)]
     memory = list(map(MemoryObject, arrays))
     start_s = time.perf_counter()
     for task in tasks:
         adapter.submit_store_task(keys[task], memory[task])
-        assert all(result.is_successful() for result in answer(adapter.pop_completed_store_tasks, 120).values())
+        assert all(result.is_successful() for result in answer(adapter.pop_completed_store_tasks, seconds=120).values())
     if has_sync:
         os.sync()
     store_s = time.perf_counter() - start_s
@@ -38,7 +37,8 @@ def rates(adapter, arrays, base, has_sync):
     start_s = time.perf_counter()
     for task in tasks:
         task_id = adapter.submit_load_task(keys[task], memory[task])
-        assert answer(lambda task_id=task_id: adapter.query_load_result(task_id), 120).popcount() == len(keys[task])
+        found = answer(lambda task_id=task_id: adapter.query_load_result(task_id), seconds=120)
+        assert found.popcount() == len(keys[task])
     load_s = time.perf_counter() - start_s
     assert all(np.array_equal(*pair) for pair in zip(arrays, buffers, strict=True))
     adapter.delete(keys)
@@ -46,6 +46,13 @@ def rates(adapter, arrays, base, has_sync):
 
 
 def main():
+    """Print a line of JSON per size of objects, with and without a flush."""
+    sys.path.insert(0, str(TESTS))
+    from l2_harness import PLUGIN
+    from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+    from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2AdapterConfig
+    from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
+
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:
         path = Path(folder)
         adapters = {"fs": create_l2_adapter(FSL2AdapterConfig(str(path / "fs")))}
