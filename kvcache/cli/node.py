@@ -22,7 +22,7 @@ def node(
     """Own the pool of a machine's engines until a SIGTERM."""
     from kvcache.cli.findings import read_file
     from kvcache.integrations.vllm.settings import node_options, read_config
-    from kvcache.node.owner import Owner
+    from kvcache.node.owner import Owner, log_to_stderr
     from kvcache.node.protocol import check_name, node_folder
 
     extra_config = read_file(config)[0]
@@ -31,6 +31,7 @@ def node(
     check_name(extra_config.get("node_pool"))
     settings = read_config(extra_config).settings
     folder = node_folder(extra_config["node_pool"])
+    log_to_stderr()
     # An owner that a user started waits for engines without end; one that an engine started ends after the last one.
     owner = Owner(folder, node_options(extra_config, settings), linger_s=None)
     signal.signal(signal.SIGTERM, owner.stop)

@@ -2,7 +2,7 @@
 
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 import numpy as np
@@ -38,7 +38,7 @@ def pack_keys(keys, Py_ssize_t first=0):
 
 
 def count_leases(
-    const int64_t[::1] slots, int step, uint16_t[::1] counts, uint64_t[::1] readers, const uint8_t[::1] writers,
+    const int64_t[::1] slots, int step, uint32_t[::1] counts, uint64_t[::1] readers, const uint8_t[::1] writers,
     int engine,
 ):
     """Count a lease more or less (`step` 1 or -1) of each slot, and set or clear the engine's bit in `readers`.

@@ -127,7 +127,9 @@ class NodeManager(LastLookUp, OffloadingManager):
         self.refusal = ""
         # Its messages would mix with those of its parent.
         after_fork(self, NodeManager._leave)
-        self.number: int = connect(self._link)["number"]
+        answer = connect(self._link)
+        self.number: int = answer["number"]
+        self.found: list[str] = answer["found"]
 
     @property
     def pool(self) -> NodeManager:

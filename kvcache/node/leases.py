@@ -6,7 +6,6 @@ worker may still copy. An expired lease would mean wrong bytes.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections import Counter, defaultdict
 from typing import Any
@@ -18,7 +17,7 @@ from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.node import protocol
 from kvcache.node.batch import count_leases
 from kvcache.node.ledger import OWNER, Ledger, PoolLedger
-from kvcache.node.protocol import Frame, pack, unpack_keys, unpack_slots
+from kvcache.node.protocol import Frame, pack, unpack_json, unpack_keys, unpack_slots
 from kvcache.request import ReqContext, Retention, parse_hint
 from kvcache.tiering.manager import TieredOffloadingManager
 
@@ -60,7 +59,7 @@ class EngineLeases:
         self.writing: dict[int, bytes] = {}
         self.num_held = 0
         self.num_shared_hits = self.num_round_trips = self.num_outages = 0
-        self.counts = np.zeros(num_slots, np.uint16)
+        self.counts = np.zeros(num_slots, np.uint32)
 
 
 class NodeLeases:
@@ -75,9 +74,15 @@ class NodeLeases:
         self.engines: dict[int, EngineLeases] = {}
         self.num_slots = len(ledger.state)
         self._limit = max(1, int(MAX_SHARE * self.num_slots))
+        self._reserve = max(1, self.num_slots // 16)
         # Other look-ups do without end positions, and the engine waits for their answers.
         self._reads_ends = manager.pool.policy.reads_clock or isinstance(manager, TieredOffloadingManager)
         self._hooks = PoolLedger(manager.pool, ledger, self._leave_blocks)
+
+    @property
+    def num_withheld(self) -> int:
+        """Slots that hold no block, because engines may still copy to or from them."""
+        return len(self._hooks.withheld)
 
     def add_engine(self, number: int) -> EngineLeases:
         """Return the leases of an engine. Of one that is not known they are those in the ledger."""
@@ -143,11 +148,11 @@ class NodeLeases:
         if op == protocol.OFFER:
             return self._offer(engine, frame)
         if op == protocol.RESET:
-            self.manager.reset_cache(json.loads(frame.payload))
+            self.manager.reset_cache(unpack_json(frame.payload))
             self._hooks.forget()
             return pack(protocol.DONE, 0, request)
         if op == protocol.OPEN:
-            engine.leases.setdefault(request, Lease(parse_hint(json.loads(frame.payload))))
+            engine.leases.setdefault(request, Lease(parse_hint(unpack_json(frame.payload))))
         elif op == protocol.STORED:
             # A request may end before its stores do.
             context = engine.leases[request].context if request in engine.leases else None
@@ -218,7 +223,7 @@ class NodeLeases:
         if lease.held_keys and keys:
             held = set(lease.held_keys)
             keys = [key for key in keys if key not in held]
-        room = self._limit - self._num_used(engine)
+        room = self._room(engine)
         if len(keys) > room:
             # Another request of the engine may hold a block already.
             is_new = engine.counts[self.manager.pool.locate(keys)] == 0
@@ -235,23 +240,32 @@ class NodeLeases:
         payload = struct.pack("<I", num_shared) + _slots_of(asked, keys, slots)
         return pack(protocol.HELD, state, request, payload)
 
-    def _num_used(self, engine: EngineLeases) -> int:
-        """Return how many slots count against an engine's limit.
-
-        Slots from before a reset do not: the engine returns them after its next copy, which needs slots, too.
-        """
+    def _is_recovering(self, engine: EngineLeases) -> bool:
+        """Return whether an engine has slots from before a reset. It returns them after its next copy."""
         withheld = [*self._hooks.withheld]
-        if not withheld:
-            return engine.num_held + len(engine.writing)
-        num_stale = int(np.count_nonzero(engine.counts[withheld]))
-        return engine.num_held - num_stale + sum(map(bool, engine.writing.values()))
+        return bool(withheld) and bool(engine.counts[withheld].any())
+
+    def _room(self, engine: EngineLeases) -> int:
+        """Return how many more slots an engine may hold or write: at most half of the pool in all.
+
+        The last slots are for engines that recover from a reset, half of what is left for each: without a copy, their
+        slots from before would never come back.
+        """
+        pool, withheld = self.manager.pool, [*self._hooks.withheld]
+        num_left = self.num_slots - pool.num_referenced - pool.num_pending - len(withheld)
+        if self._is_recovering(engine):
+            return min(self._limit, (num_left + 1) // 2)
+        return min(self._limit - engine.num_held - len(engine.writing), num_left - self._reserve)
 
     def _offer(self, engine: EngineLeases, frame: Frame) -> bytes:
         """Reserve slots for the absent blocks of a store."""
-        keys, _ = unpack_keys(frame.payload, frame.key_bytes)
-        lease = engine.leases[frame.request]
+        offered, _ = unpack_keys(frame.payload, frame.key_bytes)
+        keys, lease = offered, engine.leases[frame.request]
         output = None
-        if len(keys) + self._num_used(engine) <= self._limit:
+        room = self._room(engine)
+        if self._is_recovering(engine):
+            keys = keys[:room]
+        if keys and len(keys) <= room:
             self._hooks.writer = engine.number
             try:
                 output = self.manager.prepare_store(keys, lease.context)
@@ -262,7 +276,7 @@ class NodeLeases:
         self.manager.reorder(lease.read_ends())
         slots = output.store_spec.block_ids  # type: ignore[attr-defined]
         engine.writing.update(zip(slots.tolist(), output.keys_to_store, strict=True))
-        return pack(protocol.SLOTS, 0, frame.request, _slots_of(keys, output.keys_to_store, slots))
+        return pack(protocol.SLOTS, 0, frame.request, _slots_of(offered, output.keys_to_store, slots))
 
     def _end_stores(
         self, engine: EngineLeases, slots: list[int], context: ReqContext | None, success: bool

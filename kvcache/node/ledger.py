@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import secrets
+import stat
 import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -147,14 +148,17 @@ class Ledger:
 
     def drop_engine(self, engine: int) -> None:
         """Forget an engine that holds no slot, and its processes; its blocks stay."""
+        self.writer[self.writer == engine] = OWNER
         rows = self.processes["engine"] == engine
         self.processes["pid"][rows] = 0
+        # The name goes last: an owner that follows a killed one drops the rest of a named engine.
         self.names[engine] = b"\0" * 32
-        self.writer[self.writer == engine] = OWNER
 
     def drop_dead(self, living: Collection[int]) -> None:
         """Forget all engines but the living ones, and their leases."""
         self.readers &= np.uint64(sum(1 << engine for engine in living))
+        self.readers[self.state == PENDING] = 0  # a reset was interrupted
+        self.writer[~np.isin(self.writer, [*living])] = OWNER
         for engine in set(range(MAX_ENGINES)).difference(living):
             if self.names[engine].item().strip(b"\0"):
                 self.drop_engine(engine)
@@ -173,27 +177,41 @@ class LedgerFile(NamedTuple):
 
 
 def read_ledger(path: Path) -> LedgerFile:
-    """Read a ledger without changing it."""
-    if not path.exists():
+    """Read a ledger without changing it. A file with any content is read: a fault concerns its own pool only."""
+    try:
+        # Opening a FIFO must not block.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
         return LedgerFile("missing", {}, [])
-    with path.open("rb") as file:
-        magic, length, _, num_text = _HEAD.unpack(file.read(_HEAD.size).ljust(_HEAD.size, b"\0"))
+    except OSError as error:
+        return LedgerFile(f"not readable ({error.strerror})", {}, [])
+    try:
+        status = os.fstat(fd)
+        head = os.read(fd, _HEAD.size).ljust(_HEAD.size, b"\0") if stat.S_ISREG(status.st_mode) else bytes(_HEAD.size)
+        magic, length, _, num_text = _HEAD.unpack(head)
         if magic != _MAGIC:
             return LedgerFile("of another version" if magic.startswith(_MAGIC[:6]) else "not a ledger", {}, [])
-        if path.stat().st_size != length or num_text > _IDENTITY_BYTES:
+        # An owner allocates the whole file. A file with holes may be larger than all memory.
+        if not _FIRST_SLOT < length == status.st_size <= status.st_blocks * 512 or num_text > _IDENTITY_BYTES:
             return LedgerFile("truncated", {}, [])
-        mapping = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ)
+        mapping = mmap.mmap(fd, length, access=mmap.ACCESS_READ)
+    finally:
+        os.close(fd)
     # A new owner must not fail on flipped bytes. One in a key only makes a block that no engine asks for.
-    identity = None
-    with suppress(ValueError):
+    identity: Any = None
+    with suppress(ValueError, RecursionError):
         identity = json.loads(mapping[_HEAD.size : _HEAD.size + num_text])
-    slots = _slot_fields(mapping, (length - _FIRST_SLOT) // _SLOT_BYTES)
+    identity = identity if isinstance(identity, dict) else {}
+    num_slots, block_bytes = (identity.get(name) for name in ("num_blocks", "block_bytes"))
+    if type(num_slots) is not int or length != _FIRST_SLOT + _SLOT_BYTES * num_slots:
+        return LedgerFile("damaged", {}, [])
+    slots = _slot_fields(mapping, num_slots)
     rows = np.frombuffer(mapping, _PROCESS, MAX_PROCESSES, _FIRST_PROCESS)
     is_used = slots["state"] != ABSENT
     keys = slots["key"][is_used].tolist()
     rows = rows[rows["pid"] != 0]
     is_whole = (
-        isinstance(identity, dict)
+        (type(block_bytes) is int and block_bytes > 0)
         and (slots["state"] <= max(PENDING, READY)).all()
         and (slots["stamp"] < 1 << 63).all()
         and np.isin(slots["key_bytes"][is_used], range(1, MAX_KEY_BYTES + 1)).all()
@@ -202,8 +220,9 @@ def read_ledger(path: Path) -> LedgerFile:
     )
     if not is_whole:
         return LedgerFile("damaged", {}, [])
-    processes = [Process(pid, *member) for pid, start, *member in rows.tolist() if start_ticks(pid) == start]
-    return LedgerFile("", identity or {}, processes)
+    # A process that has ended has no start.
+    processes = [Process(pid, *member) for pid, start, *member in rows.tolist() if start_ticks(pid) == start >= 0]
+    return LedgerFile("", identity, processes)
 
 
 class PoolLedger:

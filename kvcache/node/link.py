@@ -5,7 +5,7 @@ A client waits for an owner for a bounded time only: its scheduler serves reques
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import logging
 import os
@@ -33,6 +33,7 @@ _SPAWN_TIMEOUT_S = 30.0
 _SEND_S, ANSWER_S = 0.01, 0.035
 _RESTART_S = 2.0
 _MAX_UNSENT_BYTES = 4 << 20
+_OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
 
 
 class LinkState(Enum):
@@ -67,6 +68,8 @@ class Link:
         # When to greet an owner again, and when to start one again.
         self.retry_s = self._restart_s = 0.0
         self.counts = {"round_trips": 0, "outages": 0, "shared_hit_blocks": 0}
+        self.fault: OSError | None = None
+        """Why the last greeting failed."""
         self._warnings = LogLimiter(_LOG)
         self._is_reported = False
 
@@ -161,9 +164,10 @@ class Link:
 
     def greet(self, leases: list[tuple[int, list[int], list[int]]]) -> None:
         """Connect and send the greeting. OSError: no owner listens."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         pidfd = os.pidfd_open(os.getpid())
+        sock = None
         try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             sock.setblocking(False)
             sock.connect(str(self.folder / "socket"))
             payload = json.dumps({**self.hello, "leases": leases}).encode()
@@ -174,7 +178,8 @@ class Link:
             sent = socket.send_fds(sock, [frame], [pidfd])
             sock.sendall(frame[sent:])
         except OSError:
-            sock.close()
+            if sock is not None:
+                sock.close()
             raise
         finally:
             os.close(pidfd)
@@ -193,6 +198,7 @@ class Link:
             frame = self.receive(timeout_s)
         except OSError as error:
             self.close()
+            self.fault = error
             is_gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
             if is_gone and self.starts_owner and time.monotonic() >= self._restart_s:
                 self._restart_s = time.monotonic() + _RESTART_S
@@ -248,6 +254,7 @@ def spawn_owner(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     # -P: no module is taken from the working directory, which may be open to others.
     words = [sys.executable, "-P", "-c", code, str(folder)]
+    folder.mkdir(0o700, exist_ok=True)  # the last owner has removed it
     with (folder / "log").open("ab") as log:
         child = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -258,14 +265,16 @@ def spawn_owner(folder: Path) -> None:
 
 def connect(link: Link) -> dict[str, Any]:
     """Greet the owner; return its answer. ValueError: the engine is refused."""
+    # Under the lock the owner does not end, and no two engines start one. To wait for it takes as long as the owner
+    # allocates memory for another engine, so the time limit begins afterwards.
+    fd = protocol.lock_file(link.folder / "lock")
     end_s = time.monotonic() + _SPAWN_TIMEOUT_S
-    fd = os.open(link.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        # Under the lock the owner does not end, and no two engines start one.
-        fcntl.flock(fd, fcntl.LOCK_EX)
         while time.monotonic() < end_s:
             frame = link.meet([], _START_TIMEOUT_S)
             if frame is None:
+                if isinstance(link.fault, OSError) and link.fault.errno in _OWN_FAULTS:
+                    raise ValueError(f"no connection to the pool in {link.folder}: {link.fault.strerror}")
                 # An owner that is ending may still have the folder's lock.
                 time.sleep(0.01)
                 continue

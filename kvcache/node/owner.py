@@ -7,7 +7,6 @@ after its last engine, and as a service never.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -31,21 +30,23 @@ from kvcache.node.leases import EngineLeases, NodeLeases
 from kvcache.node.ledger import MAX_ENGINES, MAX_PROCESSES, Ledger, Process, read_ledger
 from kvcache.node.protocol import Frame, FrameReader, differences, pack, unpack_hello
 from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiers.base.tier import describe_tier
 from kvcache.transfer.shared_file import SharedBlocks, remove_unmapped
 
 _LOG = logging.getLogger(__name__)
 LINGER_S, _RETIRE_S = 60.0, 5.0
 _POLL_S, _TIER_POLL_S = 0.25, 0.001
 _NICE = -10
+_LOCK_S, _REFUSE_S = 0.5, 0.05
 _MAX_OUTBOX_BYTES = 64 << 20
 
 
 class Connection:
     """One client's socket."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, num_slots: int) -> None:
         self.sock = sock
-        self.reader = FrameReader()
+        self.reader = FrameReader(protocol.MAX_HELLO_BYTES + num_slots * protocol.HELLO_SLOT_BYTES)
         self.outbox = b""
         self.pidfd = -1
         self.has_greeted = False
@@ -78,12 +79,13 @@ class NodePool:
                 _LOG.warning("the pool in %s starts empty: its ledger is %s", folder, reason)
             self.processes = []
             self.unlink()
-        self.shared = SharedBlocks(pool_path, num_blocks, block_bytes, is_owner=False)
-        self.inode = pool_path.stat().st_ino
         with ExitStack() as stack:
             if reason:
+                # Also what a full /dev/shm has left of the file.
                 stack.callback(self.unlink)
+            self.shared = SharedBlocks(pool_path, num_blocks, block_bytes, is_owner=False)
             stack.callback(self.shared.close)
+            self.inode = pool_path.stat().st_ino
             self.ledger = Ledger(ledger_path, num_blocks, self.identity)
             engines = {process.engine for process in self.processes}
             self.ledger.drop_dead(engines)
@@ -108,6 +110,13 @@ class NodePool:
         for path in self._paths:
             path.unlink(missing_ok=True)
 
+    def describe(self) -> list[str]:
+        """Return what the pool and its tiers hold, as a line of an engine's log."""
+        pool = self.manager.pool
+        tiers = self.manager.tier_stats() if isinstance(self.manager, TieredOffloadingManager) else []
+        in_use = f"{pool.num_blocks - pool.num_free:,} of {pool.num_blocks:,} blocks in use"
+        return [in_use, *(describe_tier(stats.tier) for stats in tiers)]
+
     def close(self) -> None:
         """Shut the manager and its tiers down; the files stay."""
         self.manager.shutdown()
@@ -126,11 +135,10 @@ class Owner:
         self, folder: Path, options: Mapping[str, Any] | None = None, linger_s: float | None = LINGER_S
     ) -> None:
         self.folder = folder
-        self._lock = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another owner that looks for dead pools has the lock for a moment.
+            self._lock = protocol.lock_file(folder / "owner.lock", _LOCK_S)
         except BlockingIOError:
-            os.close(self._lock)
             raise ValueError(f"another process owns the pool in {folder}") from None
         # A service's lock file has a byte: its pool outlives the engines.
         os.ftruncate(self._lock, options is not None)
@@ -158,6 +166,7 @@ class Owner:
         with suppress(OSError):
             # On a busy machine an engine's step waits for this thread. Only a privileged process may ask for that.
             os.nice(_NICE)
+        _LOG.info("process %d serves %s", os.getpid(), self.folder)
         while not self._is_stopping:
             pool = self.pool
             is_busy = pool is not None and pool.has_tiers and pool.manager.has_pending_work()  # type: ignore[union-attr]
@@ -207,7 +216,8 @@ class Owner:
 
     def parts(self) -> list[Part]:
         """Return the statistics of the owner, and of what each engine holds. May be called from any thread."""
-        parts = [Part("owner", OwnerStats(**self.stats))]
+        withheld = 0 if self.pool is None else self.pool.leases.num_withheld
+        parts = [Part("owner", OwnerStats(**self.stats, withheld_blocks=withheld))]
         if self.pool is not None:
             processes = [source for source in list(self._by_fd.values()) if isinstance(source, Process)]
             pids = {process.engine: str(process.pid) for process in processes if process.rank < 0}
@@ -220,21 +230,17 @@ class Owner:
     def _end_unless_used(self) -> None:
         # An engine that starts holds this lock until it is connected.
         try:
-            fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # the folder was removed, so no engine can come
-            self._is_stopping = not self._living_engines()
+            fd = protocol.lock_file(self.folder / "lock", 0.0)
+        except BlockingIOError:
             return
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.step(0)
             if self._living_engines():
                 return
-            (self.folder / "socket").unlink(missing_ok=True)
             if self.pool is not None:
                 self.pool.unlink()
+            _remove_folder(self.folder)
             self._is_stopping = True
-        except BlockingIOError:
-            pass
         finally:
             os.close(fd)
 
@@ -246,15 +252,19 @@ class Owner:
                 self._refuse_unread(error)
             return
         sock.setblocking(False)
-        self._by_fd[sock.fileno()] = Connection(sock)
+        self._by_fd[sock.fileno()] = Connection(sock, 0 if self.pool is None else self.pool.leases.num_slots)
         self._poll.register(sock, select.EPOLLIN)
 
     def _refuse_unread(self, error: OSError) -> None:
         """Close the next connection by means of the spare file descriptor: one that waits would wake every poll."""
         os.close(self._spare_fd)
-        with suppress(OSError), self._listener.accept()[0]:
+        with suppress(OSError), self._listener.accept()[0] as client:
             _LOG.warning("a client of %s is refused: %s", self.folder, error)
             self.stats["refused_clients"] += 1
+            # A client reads no answer before it has sent its greeting.
+            client.settimeout(_REFUSE_S)
+            client.recv(1 << 16)
+            client.sendall(pack(protocol.REFUSED, 0, 0, f"the owner: {error.strerror}".encode()))
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _serve(self, connection: Connection) -> None:
@@ -335,9 +345,12 @@ class Owner:
         hello, requests = unpack_hello(frame.payload)
         try:
             number, is_known = self._admit(connection, hello)
+        except ConnectionError:
+            raise
         except Exception as error:
             # Also one of a tier or an exporter, which the first engine's options name.
             self.stats["refused_clients"] += 1
+            _LOG.warning("process of engine %r is refused: %s", hello.get("engine"), error)
             return pack(protocol.REFUSED, 0, 0, f"{error}".encode())
         assert self.pool is not None
         if hello["rank"] < 0:
@@ -349,7 +362,9 @@ class Owner:
                     self._drop(other)
             leases.resume(engine, requests if is_known else [])
             connection.engine, engine.num_outages = engine, int(hello.get("outages", 0))
+            connection.reader.max_bytes = protocol.MAX_FRAME_BYTES
         answer = {"number": number, "pool_id": self.pool.ledger.pool_id, "pid": os.getpid(), "inode": self.pool.inode}
+        answer["found"] = self.pool.describe()
         return pack(protocol.WELCOME, is_known, 0, json.dumps(answer).encode())
 
     def _admit(self, connection: Connection, hello: Mapping[str, Any]) -> tuple[int, bool]:
@@ -357,10 +372,6 @@ class Owner:
         pid, uid, _ = struct.unpack("3i", connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.geteuid():
             raise ValueError(f"the pool belongs to user {os.geteuid()}, this process to user {uid}")
-        if hello["version"] != protocol.VERSION:
-            raise ValueError(
-                f"the owner speaks version {protocol.VERSION} of the protocol, this engine {hello['version']!r}"
-            )
         if connection.pidfd < 0 or _pid_of(connection.pidfd) != pid:
             raise ValueError("engines and owner must share a pid namespace: the process of this engine is not visible")
         self._check_pool(hello)
@@ -388,11 +399,13 @@ class Owner:
                     f"the workers of ranks {sorted(missing)} do not map this pool: one machine, one node_pool"
                 )
             # In the ledger before the answer: the next owner must know each process that may hold leases.
+            # The name comes first: the next owner forgets a name without a process.
             process = Process(pid, number, rank)
-            ledger.add_process(process)
             ledger.names[number] = name
+            ledger.add_process(process)
             self._watch(connection.pidfd, process)
             connection.pidfd = -1
+            _LOG.info("process %d joins: engine %d (%s), rank %d", pid, number, hello["engine"], rank)
         return number, is_known
 
     def _check_pool(self, hello: Mapping[str, Any]) -> None:
@@ -401,6 +414,14 @@ class Owner:
         problems = [] if self.pool is None else differences(self.pool.identity, identity)
         expected = self._options if self.pool is None else self.pool.options
         problems += [] if expected is None else differences(expected, options)
+        if hello["version"] != protocol.VERSION:
+            text = f"the owner speaks version {protocol.VERSION} of the protocol, this engine {hello['version']!r}"
+            problems.append(text)
+        if problems and self._options is None and not self._living_engines():
+            # The configuration was changed while no engine ran. The engine starts the next owner.
+            _LOG.info("ends for an engine of another configuration: %s", "; ".join(problems))
+            self.stop()
+            raise ConnectionAbortedError
         if problems:
             raise ValueError("; ".join(problems))
         if self.pool is None:
@@ -413,6 +434,7 @@ class Owner:
                     self._watch(os.pidfd_open(process.pid), process)
             for engine in set(pool.leases.engines).difference(self._living_engines()):
                 pool.leases.bury(engine)
+            _LOG.info("the pool of %s: %s", self.folder, "; ".join(pool.describe()))
 
     def _watch(self, pidfd: int, process: Process) -> None:
         self._by_fd[pidfd] = process
@@ -440,22 +462,31 @@ class Owner:
                 self._drop(other)
         pool.leases.bury(number)
         self.stats["ended_engines"] += 1
+        _LOG.info("engine %d has ended", number)
 
 
 def _remove_dead_pools(parent: Path) -> None:
-    """Free the memory of pools whose owner and engines were killed. A service's pool stays for the next service."""
+    """Free the memory of pools whose owner and engines have ended. A service's pool stays for the next service."""
     for folder in parent.glob("node-*"):
+        # The lock is for pools that look dead only: an owner that starts there would wait for it.
         with suppress(OSError):
-            lock = os.open(folder / "owner.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                pool, ledger = folder / "pool", folder / "ledger"
-                if os.fstat(lock).st_size == 0 and not read_ledger(ledger).processes:
-                    remove_unmapped(pool)
-                    if not pool.exists():
-                        ledger.unlink(missing_ok=True)
-            finally:
-                os.close(lock)
+            if (folder / "owner.lock").lstat().st_size == 0 and not read_ledger(folder / "ledger").processes:
+                lock = protocol.lock_file(folder / "owner.lock", 0.0)
+                try:
+                    if not read_ledger(folder / "ledger").processes:
+                        remove_unmapped(folder / "pool")
+                        if not (folder / "pool").exists():
+                            _remove_folder(folder)
+                finally:
+                    os.close(lock)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove the folder of a pool that has ended, under the lock of its owner."""
+    for name in ("ledger", "socket", "log", "lock", "owner.lock"):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _pid_of(pidfd: int) -> int:
@@ -466,8 +497,14 @@ def _pid_of(pidfd: int) -> int:
     return -1
 
 
+def log_to_stderr() -> None:
+    """Log what operators need to know of an owner, unless the program or ``KVCACHE_LOG`` configures the log."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
 def main(folder: str) -> int:
     """Serve the pool of a folder until its engines have ended."""
+    log_to_stderr()
     try:
         owner = Owner(Path(folder))
     except ValueError as error:

@@ -6,10 +6,15 @@ checked before a payload is read, so a broken client costs the owner one connect
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
+import os
 import re
 import struct
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +30,9 @@ HEAD = struct.Struct("<IBBHI")
 MAX_FRAME_BYTES = 64 << 20
 HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, RELEASE = range(1, 8)
 OFFER, SLOTS, STORED, END, RESET, STATS, DONE, LATE = range(8, 16)
+MAX_HELLO_BYTES, HELLO_SLOT_BYTES = 1 << 20, 24
+"""Of a greeting: 1 MiB, and as many bytes for each slot of the pool. JSON takes 30 times its length in memory."""
+_MAX_JSON_BYTES = 64 << 10
 # Flags of ACQUIRE: all ready blocks of a prompt instead of the leading ones; one block, also of a tier.
 # The flag of HELD is the state of the block behind those that are held, and that of SLOTS is 1 if the store is refused.
 # Both answers have the slot of each block that was asked for, and -1 for a block that gets none.
@@ -48,9 +56,10 @@ def pack(op: int, flag: int = 0, request: int = 0, payload: bytes = b"", key_byt
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames."""
+    """Cuts a stream of bytes into frames of at most `max_bytes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
@@ -61,8 +70,8 @@ class FrameReader:
         try:
             while len(buffer) - start >= HEAD.size:
                 length, op, flag, key_bytes, request = HEAD.unpack_from(buffer, start)
-                if not 8 <= length <= MAX_FRAME_BYTES:
-                    raise ValueError(f"a frame must have 8 to {MAX_FRAME_BYTES} bytes, got {length}")
+                if not 8 <= length <= self.max_bytes:
+                    raise ValueError(f"a frame must have 8 to {self.max_bytes} bytes, got {length}")
                 end = start + 4 + length
                 if len(buffer) < end:
                     return
@@ -95,6 +104,13 @@ def unpack_slots(payload: bytes) -> list[int]:
         raise ValueError(f"a list of {num_slots} slots has {len(payload)} bytes")
     slots: list[int] = np.frombuffer(payload, "<i4", num_slots, 4).tolist()
     return slots
+
+
+def unpack_json(payload: bytes) -> Any:
+    """Return a value. ValueError: it is invalid, or longer than any that an engine sends."""
+    if len(payload) > _MAX_JSON_BYTES:
+        raise ValueError(f"a hint or a version has {len(payload)} bytes")
+    return json.loads(payload)
 
 
 def unpack_hello(payload: bytes) -> tuple[dict[str, Any], list[tuple[int, list[int], list[int]]]]:
@@ -132,6 +148,30 @@ def node_folder(name: str, parent: Path = Path("/dev/shm")) -> Path:
     """
     check_name(name)
     return make_private(private_folder(parent) / f"node-{name}")
+
+
+def lock_file(path: Path, timeout_s: float | None = None) -> int:
+    """Create and lock a file, and return its file descriptor. BlockingIOError: another process has the lock for longer.
+
+    The file and its folder may be removed meanwhile: then another file is locked.
+    """
+    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        path.parent.mkdir(0o700, exist_ok=True)
+        fd = -1
+        with suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | (0 if timeout_s is None else fcntl.LOCK_NB))
+                if os.path.samestat(os.fstat(fd), path.lstat()):
+                    return fd
+            except BlockingIOError:
+                if time.monotonic() > end_s:
+                    os.close(fd)
+                    raise
+                time.sleep(0.01)
+        if fd >= 0:
+            os.close(fd)
 
 
 def start_ticks(pid: int) -> int:

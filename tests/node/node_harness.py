@@ -77,7 +77,7 @@ class Node:
         for manager in self.managers:
             manager.shutdown()
         self.stop()
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def key_of(document, place, group=0):

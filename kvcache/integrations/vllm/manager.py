@@ -30,7 +30,6 @@ from kvcache.integrations.vllm.releases import Release
 from kvcache.request import ReqContext
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiers.base.tier import TierStats
 
 RESULTS = (LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT, LookupResult.RETRY)
 """vLLM's answer per state that a manager's `status` returns: absent, pending, ready, ask again."""
@@ -86,16 +85,6 @@ def engine_event(event: events.OffloadingEvent, medium: Medium, is_local: bool) 
     """
     locality = Locality.LOCAL if is_local else Locality.REMOTE
     return OffloadingEvent(event.keys, medium, event.removed, locality, removal_expected=is_local)
-
-
-def describe_tier(tier: TierStats) -> str:
-    """Describe a tier at its start. A store's own limit is unknown, and so are its blocks."""
-    size = f"{tier.num_blocks:,} blocks, {tier.num_held:,} found" if tier.num_blocks else "unknown size"
-    if tier.drive_writes:
-        size += f", {tier.drive_writes:.2g} drive writes a day (an SSD lives {tier.life_years:.2g} years)"
-    return f"tier {tier.medium} of {size}" + (
-        f" (unavailable: {reason})" if (reason := tier.unavailable_reason) else ""
-    )
 
 
 class KVCacheOffloadingManager(OffloadingManager):

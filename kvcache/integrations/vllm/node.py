@@ -119,7 +119,7 @@ class NodeKVCacheOffloadingManager(KVCacheOffloadingManager):
         return self.metrics.changes(all_parts=True)
 
     def tier_descriptions(self) -> list[str]:
-        return [f"one pool for all engines of this machine, {self._folder}"]
+        return [f"one pool for all engines of this machine, {self._folder}", *self._node.found]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         return RESULTS[self._node.status(key, req_context.get_state(EngineRequest))]

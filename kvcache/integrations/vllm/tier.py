@@ -29,14 +29,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcache.assembly.assemble import open_tiers
 from kvcache.integrations.vllm.identity import check_readable, chunk_fingerprint, engine_config
-from kvcache.integrations.vllm.manager import EngineRequest, describe_tier
+from kvcache.integrations.vllm.manager import EngineRequest
 from kvcache.integrations.vllm.metrics import SampleChanges, tier_metric_definitions
 from kvcache.integrations.vllm.settings import ENGINE_TIER_KEYS, read_tier
 from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import record_region
 from kvcache.metrics import Part
 from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
-from kvcache.tiers.base.tier import TierResult
+from kvcache.tiers.base.tier import TierResult, describe_tier
 
 _LOG = logging.getLogger(__name__)
 _STATS_INTERVAL_S = 1.0

@@ -24,7 +24,6 @@ from kvcache.integrations.vllm.manager import (
     RESULTS,
     EngineRequest,
     KVCacheOffloadingManager,
-    describe_tier,
     engine_event,
 )
 from kvcache.integrations.vllm.prefill_watch import PrefillWatch
@@ -32,6 +31,7 @@ from kvcache.integrations.vllm.releases import Release
 from kvcache.options import format_size
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiers.base.tier import describe_tier
 from kvcache.transfer.shared_file import PREFIX, FileRecord, SharedBlocks, leftover_files, private_folder
 
 # vLLM's log configuration covers loggers below its own name only.

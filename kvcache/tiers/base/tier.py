@@ -127,6 +127,16 @@ class CodecTierStats(TierStats):
     decode_s: float = counter("seconds", "Time of I/O threads in the decoder.", exported="decode_seconds")
 
 
+def describe_tier(tier: TierStats) -> str:
+    """Describe a tier at its start. A store's own limit is unknown, and so are its blocks."""
+    size = f"{tier.num_blocks:,} blocks, {tier.num_held:,} found" if tier.num_blocks else "unknown size"
+    if tier.drive_writes:
+        size += f", {tier.drive_writes:.2g} drive writes a day (an SSD lives {tier.life_years:.2g} years)"
+    return f"tier {tier.medium} of {size}" + (
+        f" (unavailable: {reason})" if (reason := tier.unavailable_reason) else ""
+    )
+
+
 class Tier(Configurable, ABC):
     """A place below host memory; a configuration names it as a `Configurable`.
 

@@ -1,0 +1,239 @@
+"""Starts beside other starts, lookers, full memory, old owners and interrupted ones."""
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from node_harness import prompt, turn, wait_for
+
+from kvcache.node import owner as owner_module
+from kvcache.node import protocol
+from kvcache.node.batch import count_leases
+from kvcache.node.client import greeting
+from kvcache.node.leases import EngineLeases
+from kvcache.node.ledger import Ledger
+from kvcache.node.owner import Owner
+from kvcache.node.protocol import node_folder
+
+
+@contextmanager
+def locked_for(path, seconds):
+    """Hold a lock for a time, as another process does."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    timer = threading.Timer(seconds, os.close, (fd,))
+    timer.start()
+    yield
+    timer.join()
+
+
+def test_wait_for_lock_takes_no_time_limit(node, monkeypatch):
+    """Another engine has the lock while the owner allocates its memory."""
+    monkeypatch.setattr("kvcache.node.link._SPAWN_TIMEOUT_S", 0.2)
+    node = node(8)
+    with locked_for(node.folder / "lock", 0.5):
+        assert node.engine("a").number == 0
+
+
+def test_owner_waits_for_looker(node):
+    folder = node_folder(f"test-{os.getpid()}-{time.monotonic_ns()}")
+    with locked_for(folder / "owner.lock", 0.2):
+        owner = Owner(folder)
+    owner_module._remove_folder(folder)
+    owner.close()
+    assert not folder.exists()
+
+
+def test_living_pools_are_not_locked(node, monkeypatch):
+    living, service = node(8), node(8)
+    living.engine("a")
+    os.truncate(service.folder / "owner.lock", 1)
+    locked, lock_file = [], protocol.lock_file
+    monkeypatch.setattr(protocol, "lock_file", lambda path, *limit: locked.append(path) or lock_file(path, *limit))
+    owner_module._remove_dead_pools(living.folder.parent)
+    assert not {living.folder / "owner.lock", service.folder / "owner.lock"}.intersection(locked)
+
+
+def test_pool_that_does_not_fit_leaves_nothing(node, monkeypatch):
+    node, allocate = node(8), os.posix_fallocate
+
+    def fill(fd, first, length):
+        allocate(fd, first, length // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for fails_at in (1, 2):
+        calls = []
+
+        def fail_later(*args, calls=calls, fails_at=fails_at):
+            calls.append(args)
+            (fill if len(calls) == fails_at else allocate)(*args)
+
+        monkeypatch.setattr(os, "posix_fallocate", fail_later)
+        with pytest.raises(ValueError, match="No space left"):
+            node.engine("a")
+        monkeypatch.setattr(os, "posix_fallocate", allocate)
+        assert [(node.folder / name).exists() for name in ("pool", "ledger")] == [False, False]
+    assert node.engine("a").number == 0
+
+
+def test_interrupted_admission_refuses_nobody(node, monkeypatch):
+    """The owner is killed right after it has recorded a process, before its answer."""
+    node = node(8)
+    node.engine("first")
+    add = Ledger.add_process
+
+    def add_and_die(ledger, process):
+        add(ledger, process)
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "add_process", add_and_die)
+        with pytest.raises(ValueError, match="killed"):
+            node.engine("a")
+    node.stop()
+    node.start()
+    assert (node.engine("b").number, node.owner.pool.ledger.names[1].item()[:1] == b"\0") == (2, False)
+
+
+def test_lease_counts_exceed_16_bits():
+    engine, readers, writers = EngineLeases(3, 1), np.zeros(1, np.uint64), np.zeros(1, np.uint8)
+    engine.counts[0] = 65535
+    count_leases(np.zeros(1, np.int64), 1, engine.counts, readers, writers, 3)
+    assert (int(engine.counts[0]), int(readers[0])) == (65536, 8)
+
+
+@pytest.mark.parametrize("change", [{"options": {"cache_policy": "arc"}}, {"model": "other"}])
+def test_changed_configuration_ends_idle_owner(node, change):
+    """An engine that meets the old owner's last minute waits for the next one."""
+    node = node(8)
+    node.owner._check_pool(greeting("old", node.identity, node.options))
+    next_owner = threading.Thread(target=lambda: (node.thread.join(20), node.start()))
+    next_owner.start()
+    engine = node.engine("a", **change)
+    next_owner.join()
+    assert engine.owner_figures()["num_blocks"] == 8
+    with pytest.raises(ValueError, match="the pool has"):
+        node.engine("b")
+    node.check()
+
+
+def test_service_refuses_other_configuration(node):
+    node = node(8)
+    node.stop()
+    node.start(options={"cache_policy": "arc"})
+    with pytest.raises(ValueError, match="cache_policy: the pool has 'arc', this engine 'lru'"):
+        node.engine("a")
+    assert node.thread.is_alive()
+
+
+def test_reset_of_all_engines_returns_slots(node):
+    """Loads hold every slot that engines may hold when all of them reset."""
+    node = node(64)
+    engines = [node.engine(name) for name in "abc"]
+    for document in range(8):
+        turn(engines[0], *prompt(document, 8))
+    for document in range(8):
+        keys, context = prompt(document, 8)
+        reader = engines[document // 3]
+        hits = reader.lookup(keys, context)
+        reader.prepare_load(keys[:hits], context)
+    for engine in engines:
+        engine.reset_cache()
+    owner = node.owner.parts()[0].stats
+    assert owner.withheld_blocks == node.owner.pool.leases.num_withheld == 60
+    stored = [turn(engine, *prompt(10 + i, 4), use_positions=False) for i, engine in enumerate(engines * 2)]
+    assert stored == [0] * 6
+    assert engines[0].owner_figures()["num_free"] + 4 * 6 >= 64
+    assert node.owner.parts()[0].stats.withheld_blocks == 0
+    assert engines[2].lookup(*prompt(15, 4)) == 4
+    node.check()
+
+
+def test_engine_alone_recovers_from_resets(node):
+    node = node(64)
+    engine = node.engine("a")
+    turn(engine, *prompt(0, 32))
+    held = prompt(0, 32)
+    assert engine.lookup(*held) == 32
+    engine.prepare_load(*held)
+    for document in range(1, 5):
+        # No copy ends between the resets.
+        engine.reset_cache()
+        output = engine.prepare_store(*prompt(document, 30))
+        assert len(output.keys_to_store) > 0
+    keys, context = prompt(9, 2)
+    engine.complete_store(engine.prepare_store(keys, context).keys_to_store, context)
+    assert engine.owner_figures()["num_free"] >= 30
+    assert node.owner.pool.leases.num_withheld == 0
+    node.check()
+
+
+def test_engines_leave_slots_for_recovery(node):
+    node = node(64)
+    first, second = node.engine("a"), node.engine("b")
+    assert len(first.prepare_store(*prompt(1, 32)).keys_to_store) == 32
+    assert second.prepare_store(*prompt(2, 29)) is None
+    assert len(second.prepare_store(*prompt(2, 28)).keys_to_store) == 28
+
+
+def test_outages_are_logged_once_a_minute(node, caplog):
+    node = node(8)
+    engine = node.engine("a")
+    with caplog.at_level(logging.INFO, "kvcache.node"):
+        for _ in range(5):
+            engine._link.lose(OSError("planted"))
+            wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
+            engine.on_schedule_end()
+        node.engine("b")
+    texts = [record.getMessage() for record in caplog.records]
+    assert len([text for text in texts if "does not answer" in text]) == 1
+    assert f"the owner of {node.folder} answers again" in texts
+    assert f"process {os.getpid()} joins: engine 1 (b), rank -1" in texts
+
+
+def test_engine_knows_what_pool_holds(node):
+    node = node(64, {"cache_policy": "lru", "tiers": [{"type": "memory", "capacity": "4KiB"}]})
+    turn(node.engine("a"), *prompt(1, 24))
+    used, tier = node.engine("b").found
+    assert (used, tier.startswith("tier MEMORY of 64 blocks")) == ("24 of 64 blocks in use", True)
+
+
+def test_owner_without_descriptors_says_so(node, monkeypatch):
+    node = node(8)
+    listener = node.owner._listener
+
+    class Exhausted:
+        """A listener that has no file descriptor left, but for the spare one."""
+
+        num_calls = 0
+
+        def accept(self):
+            self.num_calls += 1
+            if self.num_calls % 2:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return listener.accept()
+
+        def __getattr__(self, name):
+            return getattr(listener, name)
+
+    node.owner._listener = Exhausted()
+    start_s = time.monotonic()
+    with pytest.raises(ValueError, match="refuses the engine: the owner: Too many open files"):
+        node.engine("a")
+    node.owner._listener = listener
+
+    def refuse(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", refuse)
+        with pytest.raises(ValueError, match=r"no connection to the pool in .*: Too many open files"):
+            node.engine("a")
+    assert time.monotonic() - start_s < 20
+    assert node.engine("a").number == 0
