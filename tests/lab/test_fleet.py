@@ -320,3 +320,15 @@ def test_command_shows_hits_and_traffic(run, write_trace, tmp_path):
     assert "hollow" in drawn
     assert run("fleet", trace, "--engines", "2,4", "--blocks", 30, "--plot", picture)[0] == 0
     assert "hollow" not in picture.read_text()
+
+
+def test_fleet_of_one_size_is_drawn(tmp_path, run, write_trace):
+    pytest.importorskip("matplotlib")
+    trace = write_trace([[0, 1], [0, 2], [0, 1, 3]], step_ms=1000)
+    plot = tmp_path / "fleet.svg"
+    argv = ("fleet", trace, "--engines", 2, "--copies", 1, "--router", "round_robin,prefix", "--plot", plot, "--quiet")
+    status, out, err = run(*argv)
+    assert (status, err) == (0, "")
+    assert "2 engines, by router" in plot.read_text()
+    # Without a store it has no traffic to print.
+    assert "existence queries" not in out

@@ -6,6 +6,7 @@ import os
 import re
 from contextlib import ExitStack, contextmanager
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from kvcache.lab.simulate.cells import Job, Plan, run_job
 from kvcache.lab.simulate.run import Replay
 from kvcache.lab.simulate.serving import Flow, Medium, Serving, engines_for, price_of, weigh
 from kvcache.lab.simulate.simulated_tier import SimulatedTier
+from kvcache.lab.simulate.targets import recommend
 from kvcache.lab.simulate.tiered import PatientManager, plain_host_blocks
 from kvcache.lab.traces.compact import CompactTrace
 from kvcache.lab.traces.keys import KeyMaker
@@ -278,3 +280,28 @@ def test_plan_keeps_endurance_of_tier(run, trace, tmp_path):
     status, *texts = run(*argv, "--tier", "1MiB@1GB/s,endurance=often")
     assert status == 2
     assert "endurance must be drive writes a day" in "".join(texts)
+
+
+def test_equal_costs_are_ranked_by_time():
+    def cell(policy, ttft_s, rate, num_blocks=2):
+        serving = {"ttft_mean_s": ttft_s, "ttft_p99_s": 1.0, "price": 8.0, "media": []}
+        return SimpleNamespace(policy=policy, serving=serving, num_blocks=num_blocks, tiers=(), block_hit_rate=rate)
+
+    cells = [cell("lru", 0.4, 0.5), cell("arc", 0.3, 0.5), cell("gittins", 0.3, 0.6), cell("lru", 0.1, 0.9, 4)]
+    advice = recommend(SimpleNamespace(cells=cells), {"ttft_p99": 2.0})
+    assert advice["cell"] is cells[2]
+    assert advice["best"] == [cells[2], cells[1], cells[0]]
+    assert advice["why"].startswith("cheapest of the 4 lines that reach the targets; 3 lines cost the same")
+    missed = recommend(SimpleNamespace(cells=cells), {"ttft_p99": 0.5})
+    assert (missed["reached"], missed["cell"]) == (False, cells[2])
+    assert "smallest factor, 2" in missed["why"]
+
+
+def test_target_prints_best_line_each(run, trace):
+    tier = ("--tier", "nvme:1MiB@6GB/s", "--target", "ttft_p99=9")
+    argv = ("plan", trace, "--blocks", "2,3,4", "--policy", "lru,arc", *PRICED, *tier)
+    out, whole = (run(*argv, *more)[1] for more in ((), ("--all",)))
+    assert out.startswith("recommended: 128 KiB of memory, policy ")
+    assert whole.startswith("recommended: 128 KiB of memory, policy ")
+    assert [sum(f"{blocks} KiB" in line for line in out.splitlines()[1:]) for blocks in (192, 256)] == [0, 0]
+    assert any("256 KiB" in line for line in whole.splitlines()[1:])

@@ -139,6 +139,9 @@ class PlanOptions:
             show_default=False,
         ),
     ] = None
+    shows_all: Annotated[
+        bool, typer.Option("--all", help="With --target, print every line, not the best of each policy.")
+    ] = False
     models: Annotated[
         bool, typer.Option("--models", help="List the models that --model knows.", is_eager=True, callback=list_models)
     ] = False
@@ -198,7 +201,7 @@ def plan(given: PlanOptions) -> None:
             is_quiet=given.quiet,
             groups=groups,
         )
-        plan_files.report(run(trace, settings, model), trace, targets, wanted)
+        plan_files.report(run(trace, settings, model), trace, targets, wanted, given.shows_all)
 
 
 def _check(given: PlanOptions, given_tiers: list[TierChoice], model: Model | None) -> None:

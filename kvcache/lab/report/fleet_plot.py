@@ -16,15 +16,22 @@ def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, targe
     hits, traffic = figure.subplots(1, 2)
     has_store = any(cell["store_capacity_blocks"] for cell in cells)
     ticks = thinned_ticks(sorted({cell["engines"] for cell in cells}))
+    routers = list(dict.fromkeys(cell["router"] for cell in cells))
     for axes in (hits, traffic):
         plain_axes(axes)
-        axes.set_xscale("log")
-        axes.set_xticks(ticks, [f"{engines:,}" for engines in ticks])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("engines")
-    for i, router in enumerate(dict.fromkeys(cell["router"] for cell in cells)):
+        if len(ticks) > 1:
+            axes.set_xscale("log")
+            axes.set_xticks(ticks, [f"{engines:,}" for engines in ticks])
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.set_xlabel("engines")
+        else:
+            # A line over one number of engines is a point at the edge; each router has a place of its own instead.
+            axes.set_xticks(range(len(routers)), [router.replace("_", " ") for router in routers])
+            axes.set_xlim(-0.6, len(routers) - 0.4)
+            axes.set_xlabel(f"{ticks[0]:,} engines, by router")
+    for i, router in enumerate(routers):
         mine = [cell for cell in cells if cell["router"] == router]
-        engines = [cell["engines"] for cell in mine]
+        engines = [cell["engines"] for cell in mine] if len(ticks) > 1 else [i]
         style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         hits.plot(engines, [1 - cell["missed_share"] for cell in mine], label=router.replace("_", " "), **style)
         if has_store:
@@ -47,7 +54,8 @@ def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, targe
     traffic.yaxis.set_major_formatter("{x:,g}")
     traffic.yaxis.set_minor_locator(NullLocator())
     # At least a power of ten, or small differences look large.
-    traffic.set_ylim(bottom=min(traffic.get_ylim()[0], traffic.get_ylim()[1] / 10))
+    bottom, top = traffic.get_ylim()
+    traffic.set_ylim(min(bottom, top / 10), 1.2 * top)
     what = "Blocks moved; hollow: keys queried" if has_store else "Blocks in events"
     traffic.set_title(f"{what}; a second, busiest minute", loc="left", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False)

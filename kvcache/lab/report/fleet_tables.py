@@ -88,24 +88,25 @@ def print_fleets(title: str, document: dict[str, Any], json: str | None) -> None
         for cell in cells
     ]
     console.print(plain_table(heads, lines), crop=False)
-    console.print(
-        "a second, in the busiest minute: the store's traffic, existence queries (as they are; with answers "
-        "remembered; batched; both), the keys of the last, blocks in events",
-        soft_wrap=True,
-    )
-    names = ("engines", "router", "read", "written", "queries", "remembered", "batched", "both", "keys", "events")
-    lines = [
-        (
-            f"{cell['engines']:,}",
-            cell["router"],
-            *(_traffic(cell[name]["peak"], block_bytes) for name in ("read_blocks_per_s", "written_blocks_per_s")),
-            *(f"{load['peak']:,.0f}" for load in cell["queries_per_s"].values()),
-            f"{cell['query_keys_per_s']['peak']:,.0f}",
-            f"{cell['events_per_s']['peak']:,.0f}",
+    if store_blocks:
+        console.print(
+            "a second, in the busiest minute: the store's traffic, existence queries (as they are; with answers "
+            "remembered; batched; both), the keys of the last, blocks in events",
+            soft_wrap=True,
         )
-        for cell in cells
-    ]
-    console.print(plain_table(names, lines), crop=False)
+        names = ("engines", "router", "read", "written", "queries", "remembered", "batched", "both", "keys", "events")
+        lines = [
+            (
+                f"{cell['engines']:,}",
+                cell["router"],
+                *(_traffic(cell[name]["peak"], block_bytes) for name in ("read_blocks_per_s", "written_blocks_per_s")),
+                *(f"{load['peak']:,.0f}" for load in cell["queries_per_s"].values()),
+                f"{cell['query_keys_per_s']['peak']:,.0f}",
+                f"{cell['events_per_s']['peak']:,.0f}",
+            )
+            for cell in cells
+        ]
+        console.print(plain_table(names, lines), crop=False)
     for cell in cells:
         console.print(_breaks(cell), soft_wrap=True)
     for doubt in document["doubts"]:

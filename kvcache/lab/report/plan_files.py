@@ -54,9 +54,12 @@ class Targets:
         return ", ".join(f"{kind}: {target}" for kind, target in named if target is not None)
 
 
-def report(result: Result, trace: TraceFile, targets: Targets, wanted: dict[str, float]) -> None:
-    """Write the files, print the tables and the recommendation for the figures `wanted`.
+def report(
+    result: Result, trace: TraceFile, targets: Targets, wanted: dict[str, float], shows_all: bool = False
+) -> None:
+    """Write the files, print the recommendation for the figures `wanted`, and the tables.
 
+    With a recommendation the tables have only the best cell of each policy, unless `shows_all`.
     Exit with `INTERRUPTED` if the plan was stopped before its end.
     """
     settings, unbounded = result.settings, result.unbounded
@@ -72,17 +75,19 @@ def report(result: Result, trace: TraceFile, targets: Targets, wanted: dict[str,
     document = _document(result, trace, facts, block_size)
     if advice is not None:
         shown = None if advice["cell"] is None else _facts(advice["cell"], result)
-        document["recommended"] = {**advice, "targets": wanted, "cell": shown}
+        best = [_facts(cell, result) for cell in advice["best"]]
+        document["recommended"] = {**advice, "targets": wanted, "cell": shown, "best": best}
     common.write_json(targets.json, document)
     if targets.json != "-":
         console = common.console(targets.json)
+        if advice is not None:
+            console.print(advice_line(result, advice, wanted), soft_wrap=True, markup=False)
         if facts and unbounded is not None:
-            print_result(console, result, unbounded, block_size)
+            cells = None if advice is None or shows_all else advice["best"]
+            print_result(console, result, unbounded, block_size, cells)
         else:
             for cell in result.cells:
                 console.print(f"{cell.policy} at {cell.num_blocks:,} blocks: {cell.block_hit_rate:.2%}", soft_wrap=True)
-        if advice is not None:
-            console.print(advice_line(result, advice, wanted), soft_wrap=True, markup=False)
         for doubt in result.doubts:
             console.print(doubt, soft_wrap=True, markup=False)
         if trace.num_skipped:

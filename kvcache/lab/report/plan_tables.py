@@ -19,16 +19,22 @@ _LEAST_BLOCKS = 8
 """Blocks that a shard of a sample must hold at least."""
 
 
-def print_result(console: Any, result: Result, unbounded: Cell, block_size: int) -> None:
-    """Print the tables of a plan, and the best policies."""
+def print_result(
+    console: Any, result: Result, unbounded: Cell, block_size: int, best: list[Cell] | None = None
+) -> None:
+    """Print the tables of a plan, and the best policies; or only the lines of the `best` cells."""
     from kvcache.lab.simulate.cells import OPTIMUM
 
     _print_serving(console, result)
     if result.settings.groups is not None:
         counted = "capacities count slots of all groups, hits are blocks of full attention"
         console.print(f"KV-cache groups {result.settings.groups}; {counted}", soft_wrap=True, markup=False)
+    if best is not None:
+        _print_tiers(console, result, unbounded, block_size, best)
+        console.print(f"best line of each policy, of {len(result.cells):,} lines in all: --all", soft_wrap=True)
+        return
     if result.settings.tiers:
-        _print_tiers(console, result, unbounded, block_size)
+        _print_tiers(console, result, unbounded, block_size, result.cells)
     else:
         _print_policies(console, result, unbounded, block_size)
     for line in best_policies(result.cells, result.size_name, result.stack_name if result.settings.tiers else None):
@@ -136,7 +142,7 @@ def advice_line(result: Result, advice: dict[str, Any], wanted: dict[str, float]
     if price is not None:
         parts.append(f"price {price:,.1f}")
     text = "recommended: " if advice["reached"] else "no line reaches the targets; the nearest: "
-    return text + ", ".join(parts)
+    return f"{text}{', '.join(parts)} ({advice['why']})"
 
 
 def _time(seconds: float | None) -> str:
@@ -212,11 +218,11 @@ def _arbiter_line(cell: Cell, result: Result) -> str:
     )
 
 
-def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int) -> None:
+def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int, cells: list[Cell]) -> None:
     media = result.media
     lines: list[tuple[str, ...]] = []
     flows: list[tuple[str, ...]] = []
-    for cell in sorted(result.cells, key=lambda cell: (cell.num_blocks or 0, len(cell.tiers), cell.tiers)):
+    for cell in sorted(cells, key=lambda cell: (cell.num_blocks or 0, len(cell.tiers), cell.tiers)):
         serving = cell.serving or {}
         served = serving.get("media", [])
         where = (result.size_name(cell.num_blocks or 0), result.stack_name(cell), cell.policy)
@@ -258,7 +264,7 @@ def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int)
     title = f"{result.title}: share of blocks hit, by medium, of {unbounded.blocks:,} of {block_size} tokens"
     console.print(f"{title}; no limit: {unbounded.block_hit_rate:.2%}", soft_wrap=True, markup=False)
     console.print(plain_table(*_used_columns(heads, lines)), crop=False)
-    for cell in result.cells:
+    for cell in cells:
         if cell.arbiter is not None:
             console.print(_arbiter_line(cell, result), soft_wrap=True, markup=False)
     if flows:

@@ -44,21 +44,32 @@ def figure_of(cell: Cell, name: str) -> float | None:
 
 
 def recommend(result: Result, targets: dict[str, float]) -> dict[str, Any]:
-    """Return the cell to buy and whether it reaches all targets.
+    """Return the cell to buy, whether it reaches all targets, why it was chosen, and the best cell of each policy.
 
     It is the cheapest cell that reaches them; without prices, the one with the least memory, and then the smallest
-    tiers. If no cell reaches them, it is the one whose worst figure exceeds its target by the smallest factor.
+    tiers. If no cell reaches them, it is the one whose worst figure exceeds its target by the smallest factor. Of equal
+    ones, it is the one with the shortest mean time to first token, and then with the most hits.
     """
-    rated = []
+    rated: list[tuple[Any, ...]] = []
     for cell in result.cells:
         figures = {name: figure_of(cell, name) for name in targets}
         if cell.policy == OPTIMUM or any(value is None for value in figures.values()):
             continue
         excess = max((figures[name] or 0.0) / target for name, target in targets.items())
-        price = (cell.serving or {}).get("price")
+        serving = cell.serving or {}
+        price, ttft_s = serving.get("price"), serving.get("ttft_mean_s")
         cost = (price if price is not None else 0.0, cell.num_blocks or 0, sum(cell.tiers))
-        rated.append((excess > 1, excess if excess > 1 else 0.0, cost, figures, cell))
+        rank = (excess > 1, max(excess, 1.0), cost, math.inf if ttft_s is None else ttft_s, -cell.block_hit_rate)
+        rated.append((rank, len(rated), figures, cell))
+    rated.sort()
     if not rated:
-        return {"cell": None, "reached": False, "figures": {}}
-    is_missed, _, _, figures, cell = min(rated, key=lambda one: one[:3])
-    return {"cell": cell, "reached": not is_missed, "figures": figures}
+        return {"cell": None, "reached": False, "figures": {}, "why": "", "best": []}
+    (is_missed, excess, cost, *_), _, figures, cell = rated[0]
+    same = [other for rank, _, _, other in rated if rank[:3] == rated[0][0][:3]]
+    why = f"exceeds a target by the smallest factor, {excess:.3g}"
+    if not is_missed:
+        why = f"cheapest of the {sum(not one[0][0] for one in rated)} lines that reach the targets"
+    if len(same) > 1:
+        why += f"; {len(same)} lines cost the same, this one has the shortest mean TTFT, or else the most hits"
+    best = {cell.policy: cell for _, _, _, cell in reversed(rated)}
+    return {"cell": cell, "reached": not is_missed, "figures": figures, "why": why, "best": list(best.values())[::-1]}
