@@ -48,7 +48,7 @@ cdef struct Span:
     int32_t tail
 
 cdef enum:
-    STATE_SIZE = 15         # words that a policy keeps per request, as a struct of its own
+    STATE_SIZE = 16         # words that a policy keeps per request, as a struct of its own
 
 
 @cython.final

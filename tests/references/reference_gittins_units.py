@@ -28,6 +28,8 @@ class Serving:
     hit: int = 0
     ends: list[int] = field(default_factory=list)
     num_decided: int = 0
+    num_prompt: int = 0  # positions of the path at the first offer
+    has_reply_end: bool = False
 
 
 class ReferenceUnits(ReferenceGittins):
@@ -64,6 +66,14 @@ class ReferenceUnits(ReferenceGittins):
             request.uses.read_positions()
         self.use(request, request.path)
         return request
+
+    def extend(self, request: Serving, more: list[bytes]) -> None:
+        """Append the hashes `more` of a reply to a request's path, and use their anchors."""
+        anchors = [make_offload_key(x, self.anchor_group) for x in more]
+        request.path += anchors
+        request.uses.positions |= {key: TOKENS_PER_BLOCK * (request.path.index(key) + 1) for key in anchors}
+        request.uses.read_positions()
+        self.use(request, anchors)
 
     def group_of_key(self, key: bytes) -> int:
         """Return the KV-cache group of a key, or -1 if it is unknown."""
@@ -151,13 +161,15 @@ class ReferenceUnits(ReferenceGittins):
         else:
             if request.mode == "new":
                 self.find_ends(request, keys)
-            self.move_ends(request, keys, absent)
+            self.move_reply_end(request, keys)
+            if not request.has_reply_end:
+                self.move_ends(request, keys, absent)
             self.store(request, keys, absent)
         self.pending.update(self.stored)
         self._trim()
 
     def find_ends(self, request: Serving, keys: list[bytes]) -> None:
-        path, request.mode = request.path, "open"
+        path, request.mode, request.num_prompt = request.path, "open", len(request.path)
         limit = len(path)
         if limit and path[-1] in keys:
             limit = next((end for end in range(limit, 0, -1) if self.offers_end(path, end, keys)), 0)
@@ -170,6 +182,18 @@ class ReferenceUnits(ReferenceGittins):
 
     def offers_end(self, path: list[bytes], end: int, keys: list[bytes]) -> bool:
         return any(make_offload_key(path[end - 1][:-4], group) in keys for group in self.windows)
+
+    def move_reply_end(self, request: Serving, keys: list[bytes]) -> None:
+        """Take the end of a path that has grown as an end, if the call offers windowed keys there."""
+        ends, end = request.ends, len(request.path)
+        if end <= request.num_prompt or not self.offers_end(request.path, end, keys):
+            return
+        if not request.has_reply_end:
+            request.has_reply_end = True
+            request.num_decided += request.num_decided > len(ends)
+            ends.append(end)
+        elif ends[-1] != end:
+            request.hit, ends[-1] = ends[-1], end
 
     def move_ends(self, request: Serving, keys: list[bytes], absent: list[bytes]) -> None:
         """Take the end of a whole set that the call offers as an end, unless it offers the request's ends."""

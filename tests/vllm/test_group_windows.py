@@ -7,7 +7,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from scheduling import BLOCK_TOKENS, MAMBA
+from scheduling import BLOCK_TOKENS, GENERATED_TOKEN, MAMBA
 from vllm.v1.request import RequestStatus
 
 from kvcache.integrations.vllm import spec
@@ -138,6 +138,21 @@ def test_keys_outside_sets_are_declined(make, windows):
     assert serve(engine, FIRST) == [10]
 
 
+@pytest.mark.parametrize("windows", [(None, 2 * BLOCK_TOKENS), (None, 2 * BLOCK_TOKENS, MAMBA)])
+def test_reply_is_resumed_behind_its_end(make, windows):
+    engine = make(windows, 1000, offload_prompt_only=False, retention_interval=None)
+    engine.add("turn", tokens(1, 40), max_tokens=24 * BLOCK_TOKENS + 1)
+    engine.drain()
+    conversation = tokens(1, 40) + [GENERATED_TOKEN] * 24 * BLOCK_TOKENS
+    engine.scheduler.reset_prefix_cache()
+    assert serve(engine, conversation + tokens(2, 2)) == [64]
+    assert engine.policy.lru_requests == 0
+    # A passed end of the reply is kept only 8 times the slots of a set behind the one before it.
+    kept = {39, 40, 55, 56} if len(windows) == 2 else {40, 63}
+    left = {i for group, i in leaving(engine) if group == len(windows) - 1}
+    assert left == set(range(41, 65)) - kept
+
+
 @MODELS
 def test_aborted_request_leaves_its_end_first(make, windows):
     engine = make(windows)
@@ -237,7 +252,7 @@ def test_named_windows_replace_those_of_vllm(make, log):
 
 
 def test_unknown_windows_use_lru_logged_once(make, log, monkeypatch):
-    monkeypatch.setattr(spec, "find_windows", lambda groups, caller: find_windows(groups))
+    monkeypatch.setattr(spec, "find_windows", lambda groups, caller: find_windows([SimpleNamespace()]))
     engine = make(SLIDING)
     serve(engine, FIRST)
     assert type(engine.policy).__name__ == "LRUCachePolicy"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
+from itertools import islice
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -42,14 +43,14 @@ class EngineRequest(ReqContext):
     The context holds the end position of each key's block; vLLM adds positions while the request runs.
     """
 
-    __slots__ = ("has_ended", "has_used_path", "may_load_below", "promoted", "transfers", "waits_until_s")
+    __slots__ = ("has_ended", "may_load_below", "num_path_positions", "promoted", "transfers", "waits_until_s")
 
     def __init__(self, req_context: Any) -> None:
         super().__init__(req_context.req_id, req_context.kv_transfer_params)
         # Whether the engine has reported its end; its last stores may still be running.
         self.has_ended = False
-        # Whether its keys of the group without a window were used.
-        self.has_used_path = False
+        # Of the positions up to here, the keys of the group without a window were used.
+        self.num_path_positions = 0
         # Its running loads and stores: number of resets before, and keys in the order of the prompt.
         self.transfers: list[tuple[int, list[bytes]]] = []
         # Keys that were not in host memory at their first look-up: if they are loaded, a tier promoted them.
@@ -141,14 +142,15 @@ class KVCacheOffloadingManager(OffloadingManager):
         return spec if self.spec_type is None else self._engine_spec(spec)
 
     def _used(self, req_context: Any) -> EngineRequest:
-        """Return our context of a request. Before its first transfer, use its path if the policy knows windows."""
+        """Return our context of a request. If the policy knows windows, use the keys by which its path has grown."""
         ours: EngineRequest = req_context.get_state(EngineRequest)
-        if self.path_group is not None and not ours.has_used_path:
-            ours.has_used_path = True
+        positions = ours.positions or {}
+        if self.path_group is not None and len(positions) > ours.num_path_positions:
             group, tokens = self.path_group.to_bytes(4, "big"), self._manager.block_size
+            newest = list(islice(reversed(positions.items()), len(positions) - ours.num_path_positions))
+            ours.num_path_positions = len(positions)
             # Positions within a block are those of states that vLLM looks for between blocks.
-            path = [key for key, end in (ours.positions or {}).items() if key[-4:] == group and end % tokens == 0]
-            self._manager.touch(path, ours)
+            self._manager.touch([key for key, end in newest[::-1] if key[-4:] == group and end % tokens == 0], ours)
         return ours
 
     def _engine_spec(self, spec: Any) -> Any:
@@ -183,8 +185,10 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._manager.touch(keys, req_context.get_state(EngineRequest))
 
     def on_request_finished(self, req_context: Any) -> None:
-        if req_context.get_state(EngineRequest) is not None:
-            ours = self._used(req_context)
+        if (ours := req_context.get_state(EngineRequest)) is not None:
+            if not ours.num_path_positions:
+                # Later keys, of a reply, are used by a store or a load that names them.
+                self._used(req_context)
             ours.has_ended = True
             self._manager.on_request_finished(ours, use_positions=self.path_group is None)
 

@@ -28,7 +28,7 @@ cdef enum:
     WAY_BACK = 8            # a passed boundary is given up if an older one is nearer than this many times its slots
     MOST_PASSED = 1024      # rows and groups in use that one store skips
     LEAVING = NUM_LISTS     # in place of a list, of a row that is being removed
-    MOST_ENDS = 2           # ends of a request: behind its leading resident anchors, and behind its prompt
+    MOST_ENDS = 2           # ends of a prompt: behind its leading resident anchors, and behind its last one
 
 # What the rule does with a request.
 cdef enum:
@@ -46,8 +46,10 @@ cdef struct Unit:
 cdef struct Progress:
     uint64_t era            # of the policy; another one: the policy was reset
     int64_t loaded          # the largest position of a windowed key that was loaded
-    int32_t hit             # the anchor at which the request resumes
-    int32_t[MOST_ENDS] ends     # the last anchor before each end
+    int32_t hit             # the anchor at which the request resumes; later the end before its reply's
+    int32_t[MOST_ENDS + 1] ends     # the last anchor before each end; the last one may be its reply's
+    int32_t num_named       # keys that the request had named after its first offer
+    uint8_t has_reply_end
     uint8_t num_ends
     uint8_t num_decided     # units; the last unit holds the anchors behind the last end
     uint8_t mode
@@ -323,7 +325,9 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         if progress.mode != BY_LRU:
             if progress.mode == NEW:
                 self._find_ends(names, progress)
-            self._move_ends(names, progress, places, n)
+            self._move_reply_end(names, progress)
+            if not progress.has_reply_end:
+                self._move_ends(names, progress, places, n)
             self._order_new_keys(names, progress, places, n)
             num_taken = self._make_room(names, progress, victims, num_victims)
         if progress.mode == BY_LRU:
@@ -374,17 +378,13 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         A call that offers the path's last anchor offers the windowed keys of the prompt's end, too. Otherwise, the
         prompt is taken to end with the path, until windowed keys are offered.
         """
-        cdef int32_t limit = 0, full = 0, hit, anchor = anchor_after(names, 0), after = names.finger
+        cdef int32_t limit = self._last_anchor(names), full = 0, hit, anchor = anchor_after(names, 0)
         progress.mode = OPEN
-        while after != 0:
-            limit = after
-            after = names.uses[after - 1].after
-        if limit != 0 and names.uses[limit - 1].note < 0:
-            limit = anchor_before(names, limit)
+        progress.num_named = <int32_t> names.num_named
         if limit != 0 and names.named[limit - 1].mark == self.table.mark:
             while limit != 0 and not self.sets.is_end_offered(names, limit):
                 limit = anchor_before(names, limit) if position_of(names, limit) > progress.loaded else 0
-        while anchor != 0 and full != limit | (limit == 0) and names.row_now(self.table, anchor - 1) != 0:
+        while anchor != 0 and (limit == 0 or full != limit) and names.row_now(self.table, anchor - 1) != 0:
             full = anchor
             anchor = anchor_after(names, anchor)
         hit = full
@@ -400,6 +400,29 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         if limit != full:
             progress.ends[progress.num_ends] = limit
             progress.num_ends += 1
+
+    cdef int32_t _last_anchor(self, RequestKeys names) noexcept nogil:
+        cdef int32_t last = 0, after = names.finger
+        while after != 0:
+            last = after
+            after = names.uses[after - 1].after
+        return anchor_before(names, last) if last != 0 and names.uses[last - 1].note < 0 else last
+
+    cdef void _move_reply_end(self, RequestKeys names, Progress* progress) noexcept nogil:
+        """Take the path's last anchor as an end, if it is behind the prompt and the call offers windowed keys there.
+
+        It replaces the reply's end of an earlier call. The boundary there is then passed like the one at the hit.
+        """
+        cdef int32_t last = self._last_anchor(names)
+        if last <= progress.num_named or not self.sets.is_end_offered(names, last):
+            return
+        if not progress.has_reply_end:
+            progress.has_reply_end = True
+            progress.num_decided += progress.num_decided > progress.num_ends
+            progress.num_ends += 1
+        elif progress.ends[progress.num_ends - 1] != last:
+            progress.hit = progress.ends[progress.num_ends - 1]
+        progress.ends[progress.num_ends - 1] = last
 
     cdef void _move_ends(
         self, RequestKeys names, Progress* progress, const Py_ssize_t* places, Py_ssize_t n
@@ -689,7 +712,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                         self.units[self.sets.keys[i].row].needs += 1
                         self._unqueue(self.sets.keys[i].row)
                 deepest = progress.ends[end]
-        if deepest != progress.hit and progress.hit != 0:
+        if progress.hit != 0 and position_of(names, deepest) > position_of(names, progress.hit):
             self._pass_boundary(names, progress.hit)
         self._trim()
 
