@@ -292,6 +292,17 @@ class Configurable:
         return ""
 
     @classmethod
+    def doubt(cls, options: Any) -> str:
+        """Return what may fail later in an instance that can be opened now, or ""; as for `unavailable_reason`.
+
+        Parameters
+        ----------
+        options : Options
+            An object of `options_type`.
+        """
+        return ""
+
+    @classmethod
     def make(cls, options: Any, *context: Any) -> Self:
         """Make an instance of its parsed options and its context.
 
@@ -352,6 +363,11 @@ class Component:
         """Return why the component cannot be opened now, or ""."""
         reason: str = self.cls.unavailable_reason(self.options)
         return reason
+
+    def doubt(self) -> str:
+        """Return what may fail later, or ""."""
+        doubt: str = self.cls.doubt(self.options)
+        return doubt
 
     def describe(self) -> dict[str, Any]:
         """Return the class and the options that differ from their defaults, without secrets."""

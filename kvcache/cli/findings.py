@@ -344,6 +344,8 @@ def _check_tier(subject: str, tier: TierSettings, block_bytes: int, owner_pid: i
         if tier.config.write_policy != TierConfig.write_policy:
             text = f"written by {tier.config.write_policy}, {text}"
         yield Finding("ok", subject, text)
+        if doubt := tier.doubt():
+            yield Finding("warning", subject, doubt)
     disk = _disk_of(tier)
     if disk is None:
         return

@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,6 +59,7 @@ _MAINTAIN_INTERVAL_S = 2.0
 _NONSENSE = bytes(32)
 _NO_SPACE, _NOT_READY, _NOT_FOUND, _EXISTS = -200, -703, -704, -705
 _ERRORS = {
+    _NO_SPACE: "no space",
     -600: "invalid size",
     -707: "the lease ran out while it was read",
     -800: "transfer failed",
@@ -208,10 +209,12 @@ class MooncakeTier(SharedStoreTier):
     def unavailable_reason(cls, options: MooncakeOptions) -> str:
         try:
             load_client(options.timeout_s)
-            with socket.create_connection(_address(options.master), timeout=options.timeout_s):
-                return ""
+            # A master that is not there is found at once, and without a client.
+            socket.create_connection(_address(options.master), timeout=options.timeout_s).close()
         except (OSError, ImportError) as error:
             return f"{options.master} cannot be used: {error}"
+        # A trial block needs little memory, in a store that has no other.
+        return super().unavailable_reason(replace(options, lend_bytes=min(options.lend_bytes, 1 << 26)))
 
     def __repr__(self) -> str:
         return f"MooncakeTier({self._setup[-1]!r})"

@@ -159,8 +159,9 @@ class SharedStoreTier(JobTier):
             tier = cls.make(options, np.zeros((1, _PROBE_BYTES), np.uint8), {"check": secrets.token_hex(8)})
             reason: str = tier._probe()
             return reason
-        except (OSError, ValueError, ImportError) as error:
-            return f"it cannot be used: {error}"
+        except Exception as error:
+            # The errors of a store's client are those of a package.
+            return f"it cannot be used: {(str(error).splitlines() or [type(error).__name__])[0]}"
         finally:
             if tier is not None:
                 tier.shutdown()

@@ -162,6 +162,22 @@ class ValkeyTier(SharedStoreTier):
         # A server that answers may still refuse this user's names.
         return super().unavailable_reason(options)
 
+    @classmethod
+    def doubt(cls, options: ValkeyOptions) -> str:
+        try:
+            with closing(_client_of(options)) as client:
+                node = client.get_valkey_connection(client.get_primaries()[0]) if options.cluster else client
+                memory: dict[str, Any] = node.info("memory")
+        except (ValkeyError, OSError, ValueError) as error:
+            return f"its eviction policy is unknown: {_shown(error)}"
+        limit, policy = memory.get("maxmemory"), str(memory.get("maxmemory_policy"))
+        if not limit:
+            return "the server has no maxmemory: it takes the machine's memory, and evicts nothing"
+        # With `ttl_s`, each block has a time to live.
+        if policy.startswith("allkeys-") or (options.ttl_s and policy.startswith("volatile-")):
+            return ""
+        return f"maxmemory-policy is {policy}: once the server is full, new blocks are refused; use allkeys-lru"
+
     def __repr__(self) -> str:
         return f"ValkeyTier({self._address!r})"
 

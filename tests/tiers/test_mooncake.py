@@ -222,7 +222,6 @@ def test_late_master_is_tried_first(local, opened, monkeypatch):
         if len(trials) == 1:
             raise OSError("not yet")
 
-    answer(monkeypatch, "setup", -1)
     monkeypatch.setattr(mooncake, "_try_in_a_process", try_in_a_process)
     options = MooncakeOptions(master=master)
     assert "cannot be used" in MooncakeTier.unavailable_reason(options)
@@ -230,6 +229,7 @@ def test_late_master_is_tried_first(local, opened, monkeypatch):
     assert "no connection" in store(tier, KEYS[:2]).error
     with closing(Impostor(b"", port=tier._master[1])):
         assert MooncakeTier.unavailable_reason(options) == ""
+        answer(monkeypatch, "setup", -1)
         for _ in range(3):
             with suppress(OSError):
                 tier.maintain()
@@ -375,3 +375,23 @@ def test_other_protocol_causes_no_hang(opened):
     assert not tier.submit_store(1, KEYS[:2], [0, 1]) or wait_for(tier, 1).done == []
     assert found(tier, KEYS[:2]) == 0
     impostor.close()
+
+
+def test_check_stores_loads_and_deletes(shared_store):
+    options = MooncakeOptions(master=shared_store.master)
+    assert MooncakeTier.unavailable_reason(options) == ""
+
+
+def test_master_without_memory_is_no_store(make_store):
+    store = make_store()
+    assert "the epoch failed: no space" in MooncakeTier.unavailable_reason(MooncakeOptions(master=store.master))
+
+
+CALLS = [("put_from", "epoch"), ("batch_put_from_multi_buffers", "write"), ("batch_remove", "delete")]
+
+
+@pytest.mark.parametrize(("call", "reason"), CALLS)
+def test_check_names_failing_call(local, monkeypatch, call, reason):
+    failed = {"put_from": lambda *_: -1}.get(call, lambda self, names, *_: [-1] * len(names))
+    monkeypatch.setattr(LocalMooncake, call, failed)
+    assert reason in MooncakeTier.unavailable_reason(MooncakeOptions(master=local.master))

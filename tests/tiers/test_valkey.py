@@ -505,3 +505,46 @@ def test_clear_refuses_clients_and_foreign_prefixes(server, client, run, monkeyp
     assert status == 0
     assert "kvcache:a: 2" in out
     assert sorted(client.keys("*")) == [b"kvcache:b:1:x", b"other"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "reason"),
+    [
+        ("~other:* +@all", "no permissions to access"),
+        ("~kvcache:* +@read +@connection", "no permissions to run the 'set' command"),
+        ("~kvcache:* +@all -unlink", "no permissions to run the 'unlink' command"),
+        ("~kvcache:* +@all -touch", "no permissions to run the 'touch' command"),
+        ("~kvcache:* +@all", ""),
+    ],
+)
+def test_check_tries_each_right(make_server, rules, reason):
+    server = make_server()
+    admin = Valkey(port=server.port)
+    admin.execute_command("ACL", "SETUSER", "engine", "reset", "on", ">sesame", *rules.split())
+    options = ValkeyOptions(url=f"valkey://engine:sesame@127.0.0.1:{server.port}")
+    found = ValkeyTier.unavailable_reason(options)
+    assert reason in found if reason else found == ""
+    assert "sesame" not in found
+    assert admin.keys("*") == [] or "unlink" in rules
+
+
+@pytest.mark.parametrize(
+    ("maxmemory", "policy", "ttl_s", "doubt"),
+    [
+        ("64mb", "allkeys-lru", None, ""),
+        ("64mb", "volatile-lru", 60.0, ""),
+        ("64mb", "volatile-lru", None, "maxmemory-policy is volatile-lru: once the server is full"),
+        ("64mb", "noeviction", 60.0, "maxmemory-policy is noeviction: once the server is full"),
+        ("0", "allkeys-lru", None, "the server has no maxmemory"),
+    ],
+)
+def test_check_warns_of_eviction_policy(make_server, maxmemory, policy, ttl_s, doubt):
+    server = make_server("--maxmemory", maxmemory, "--maxmemory-policy", policy)
+    found = ValkeyTier.doubt(ValkeyOptions(url=server.url, ttl_s=ttl_s))
+    assert found.startswith(doubt) if doubt else found == ""
+
+
+def test_full_server_is_named_by_check(make_server):
+    server = make_server("--maxmemory", "1")
+    options = ValkeyOptions(url=server.url)
+    assert "command not allowed when used memory" in ValkeyTier.unavailable_reason(options)
