@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from kvcache.metrics import HistogramData, counter, gauge, histogram, state
 from kvcache.options import Options, choice_of, option, parse_count, parse_duration, parse_flag
 from kvcache.registry import POLICIES
+from kvcache.tiering.backlog import Backlog
 from kvcache.tiering.breaker import BREAKER_STATES, Direction, Faults
 from kvcache.tiering.endurance import RunChoice
 from kvcache.tiering.rates import LinkRate
 from kvcache.tiering.uses import UseQueue
-from kvcache.tiering.write_policy import Backlog
 from kvcache.tiers.base.tier import TierResult, TierStats
 from kvcache.tiers.base.wear import parse_endurance
 
@@ -304,6 +304,16 @@ class TierController:
                 self._fail(self._direction(job.is_load), now_s, at_once=True)
                 self._faults.call("cancel", None, self.tier.cancel, job.job_id)
 
+    def poll(self, max_blocks: int, now_s: float) -> list[tuple[TierJob | None, TierResult]]:
+        """Return results as `get_finished` does, then give up late jobs and try a failed reset again.
+
+        The reports come first: a job that has ended is not late, and its blocks are not waited for.
+        """
+        finished = self.get_finished(max_blocks, now_s)
+        self.give_up_overdue(now_s)
+        self.retry_reset(now_s)
+        return finished
+
     def get_finished(self, max_blocks: int, now_s: float) -> list[tuple[TierJob | None, TierResult]]:
         """Return results of about so many blocks with their jobs; None instead of a job: it happened without one."""
         results: Any = self._faults.call("get_finished", (), self.tier.get_finished)
@@ -359,8 +369,8 @@ class TierController:
         if self.tier.wear is not None and not job.is_load:
             # A write that failed may have reached the disk.
             self.tier.wear.spend(len(result.done) + len(result.failed))
-        if not (job.is_load or job.is_again):
-            self.backlog.num_dropped += len(result.failed)
+        if not job.is_load:
+            self.backlog.note_unwritten(len(result.failed), job.is_again)
         if result.error:
             self._faults.num_failed += 1
             self._faults.last_error = result.error

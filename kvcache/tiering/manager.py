@@ -427,7 +427,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Handle the results of the tiers since the last call, a bounded number."""
         max_blocks = max(1, MAX_STEP_BLOCKS // max(1, len(self.controllers)))
         for controller in self.controllers:
-            for job, result in controller.get_finished(max_blocks, now_s):
+            for job, result in controller.poll(max_blocks, now_s):
                 if job is not None and job.is_withheld:
                     self._give_back(job)
                     continue
@@ -435,8 +435,6 @@ class TieredOffloadingManager(OffloadingManager):
                     log_job(job, result, now_s)
                     self._end(job, result)
                 self._announce(controller.medium, job, result)
-            controller.give_up_overdue(now_s)
-            controller.retry_reset(now_s)
         self._open_again()
 
     def _end(self, job: TierJob, result: TierResult) -> None:

@@ -236,11 +236,10 @@ class KeyedStore:
         self._controller.shutdown()
 
     def _poll(self) -> float:
-        """Take the tier's reports, and give up late jobs; return the time."""
+        """Take the tier's reports, give up late jobs, and pass uses on; return the time."""
         now_s = self.clock()
         controller = self._controller
-        controller.retry_reset(now_s)
-        for job, result in controller.get_finished(MAX_STEP_BLOCKS, now_s):
+        for job, result in controller.poll(MAX_STEP_BLOCKS, now_s):
             if self._on_change is not None:
                 self._on_change([] if job is not None and job.is_load else result.done, result.removed)
             if job is None:
@@ -249,7 +248,6 @@ class KeyedStore:
                 self._free[job.is_load] += job.block_ids
             else:
                 self._results[job.job_id] = result
-        controller.give_up_overdue(now_s)
         controller.pass_on_uses()
         return now_s
 

@@ -173,8 +173,7 @@ class Writing:
         """Send one job; return whether the tier may get another one."""
         backlog = controller.backlog
         ready = self._ready(keys)
-        if not is_again:
-            backlog.num_dropped += len(keys) - len(ready)
+        backlog.note_unwritten(len(keys) - len(ready), is_again)
         if not ready:
             return True
         # The tier reads the blocks from the moment it has the job, so the reference comes first.
@@ -184,8 +183,7 @@ class Writing:
         if controller.send(job, now_s):
             return True
         self._pool.unpin(ready)
-        if not is_again:
-            backlog.num_dropped += len(ready)
+        backlog.note_unwritten(len(ready), is_again)
         # A tier that refuses is full or closed, not failing: it refuses the rest as well.
         backlog.drop(is_paused=False)
         return False

@@ -197,9 +197,7 @@ class KVCacheTier(SecondaryTierManager):
     def _take_finished(self) -> None:
         now_s = self.clock()
         self._answers.clear()
-        self._controller.give_up_overdue(now_s)
-        self._controller.retry_reset(now_s)
-        for job, result in self._controller.get_finished(MAX_STEP_BLOCKS, now_s):
+        for job, result in self._controller.poll(MAX_STEP_BLOCKS, now_s):
             self._announce(result.removed, removed=True)
             if job is None:
                 self._announce(result.done, removed=False)

@@ -79,6 +79,11 @@ class Backlog:
         while len(self.missed) > self._max_blocks:
             self.missed.popitem(last=False)
 
+    def note_unwritten(self, num_blocks: int, is_again: bool) -> None:
+        """Count blocks of a job that were not written; `is_again`: they are missed ones, which were counted before."""
+        if not is_again:
+            self.num_dropped += num_blocks
+
     def touch(self, keys: list[bytes]) -> None:
         """Record a use of `keys`, in prefix order."""
         for blocks in (self.dirty, self.missed):
