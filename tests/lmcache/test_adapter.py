@@ -128,6 +128,48 @@ class Listener:
         self.accessed += keys
 
 
+class EventLog:
+    """The events of an adapter, in order: what happened, and the keys."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_l2_keys_stored(self, keys, sizes):
+        self.events.append(("stored", set(keys)))
+
+    def on_l2_keys_deleted(self, keys):
+        self.events.append(("deleted", set(keys)))
+
+    def on_l2_keys_accessed(self, keys):
+        pass
+
+    def take(self, adapter):
+        """Return the events since the last call."""
+        adapter.get_usage()
+        events, self.events = self.events, []
+        return events
+
+
+def test_new_size_announces_its_difference(harness):
+    l2, log = harness(capacity="24MiB"), EventLog()
+    l2.adapter.register_listener(log)
+    small = objects(range(300), 4096)
+    assert l2.store(small) > 0
+    assert {key for kind, keys in log.take(l2.adapter) for key in keys if kind == "stored"} == set(small)
+    # All small objects still fit beside the first object of another size.
+    large = objects(range(1000, 1001), 8192)
+    assert l2.store(large) > 0
+    assert log.take(l2.adapter) == [("stored", set(large))]
+    held = set(l2.keys())
+    # Of a third size, whose objects take room from the others.
+    huge = objects(range(2000, 2001))
+    assert l2.store(huge) > 0
+    deleted = held - set(l2.keys())
+    assert 200 < len(deleted) < 300
+    assert log.take(l2.adapter) == [("deleted", deleted), ("stored", set(huge))]
+    assert l2.load(large | huge) == [0, 1]
+
+
 def flip(data, slot_bytes):
     for start in range(0, len(data), slot_bytes):
         data[start + 1000] ^= 1

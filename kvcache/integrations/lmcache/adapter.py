@@ -273,9 +273,9 @@ class KVCacheL2(L2AdapterInterface):
             changes = self._sizes.changes
             while changes:
                 objects, stored, removed = changes.popleft()
-                gone = [
-                    key for key in (list(objects.keys) if removed is None else removed) if objects.keys.pop(key, False)
-                ]
+                if isinstance(removed, frozenset):
+                    removed = [key for key in objects.keys if key not in removed]
+                gone = [key for key in removed if objects.keys.pop(key, False)]
                 came = [key for key in stored if key not in objects.keys]
                 named = {key: self._names.object_key(key) for key in gone + came}
                 objects.keys.update((key, named[key] is not None) for key in came)

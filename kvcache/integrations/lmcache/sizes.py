@@ -11,26 +11,34 @@ from kvcache.epoch import named
 from kvcache.integrations.lmcache.settings import MAX_SIZES, L2Settings
 from kvcache.tiering.controller import MAX_STEP_BLOCKS
 
-Change = tuple["Objects", list[bytes], list[bytes] | None]
-"""The keys that came, and those that went before; None: all keys went, because the tier was closed."""
+Change = tuple["Objects", list[bytes], list[bytes] | frozenset[bytes]]
+"""The keys that came, and those that went before; or a set of those that stayed, if the size was opened again."""
 
 
 class Objects:
     """The objects of one size: the `store`, and the `keys` that the adapter has accepted.
 
-    A value of `keys` is True if LMCache knows of the object. Changes are appended to `changes`.
+    A value of `keys` is True if LMCache knows of the object. Changes are appended to `changes`. If the size was open
+    `before`, its keys are known already.
     """
 
-    def __init__(self, settings: L2Settings, size: int, num_slots: int, changes: deque[Change]) -> None:
+    def __init__(
+        self, settings: L2Settings, size: int, num_slots: int, changes: deque[Change], before: Objects | None = None
+    ) -> None:
         self.size = size
-        self.keys: dict[bytes, bool] = {}
-        self._changes = changes
+        self.keys: dict[bytes, bool] = {} if before is None else before.keys
+        self._changes: deque[Change] = deque()
         tier, labels = settings.tier_of(size, num_slots), (("tier", str(size)),)
         identity = named({"engine": "lmcache"}, settings.exporters.weights_version)
         self.store = open_store(tier, size, identity, labels=labels, on_change=self.note)
         # What the directory held is announced in steps, one for each call.
         for _ in range(self.store.stats().tier.num_held // MAX_STEP_BLOCKS + 2):
             self.store.stats()
+        if before is not None:
+            # LMCache hears of the difference only: objects that stayed are neither removed nor stored again.
+            changes.append((self, [], frozenset(key for _, stored, _ in self._changes for key in stored)))
+        changes.extend(self._changes)
+        self._changes = changes
 
     def note(self, stored: list[bytes], removed: list[bytes]) -> None:
         """Add a change."""
@@ -91,7 +99,6 @@ class Sizes:
         for size in sizes:
             if before := self._by_size.pop(size, None):
                 before.store.close()
-                self.changes.append((before, [], None))
-            self._by_size[size] = Objects(self._settings, size, num_slots, self.changes)
+            self._by_size[size] = Objects(self._settings, size, num_slots, self.changes, before)
             if before:
                 self._on_replace(before, self._by_size[size])
