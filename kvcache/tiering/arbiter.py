@@ -173,10 +173,10 @@ class LoadArbiter:
 
 @dataclass(slots=True)
 class LoadChoice:
-    """The decision for one request so far; a cut is final.
+    """The decision for one request so far: it only grows, until a cut ends it.
 
     The prefix is decided up to `seen_token` and loaded up to `limit_token`; it is cut if that is less. At `give_up_s`,
-    computing would have been done in the time spent waiting.
+    computing would have been done in the time spent waiting. Change it with `decide` and `give_up` only.
     """
 
     seen_token: int = -1
@@ -188,14 +188,22 @@ class LoadChoice:
         """Whether a part of the prefix is left to be computed."""
         return self.limit_token < self.seen_token
 
+    def decide(self, seen_token: int, limit_token: int) -> None:
+        """Decide about the prefix up to `seen_token`: it is loaded up to `limit_token`. A cut is final."""
+        if not self.is_cut:
+            self.seen_token, self.limit_token = seen_token, limit_token
+
+    def give_up(self) -> None:
+        """Cut the whole prefix: the request has waited for too long, also for the blocks decided before."""
+        self.decide(max(self.seen_token, 0), -1)
+
 
 class Arbitration:
     """Decides for a manager which requests load blocks.
 
-    A look-up calls `run_to_decide`, finds the sources of that run and calls `decide` with them, and is answered with
-    `worth_waiting`. `counts` are the numbers of decisions, by the names of `ManagerStats`. `group_of` returns the
-    KV-cache group of a key; a
-    replay sets its own, because its keys are hashes.
+    A look-up calls `sources_to_load` only, which takes all steps of a decision. `counts` are the numbers of decisions,
+    by the names of `ManagerStats`. `group_of` returns the KV-cache group of a key; a replay sets its own, because its
+    keys are hashes.
     """
 
     def __init__(
@@ -229,7 +237,27 @@ class Arbitration:
         probes, self._probes = self._probes, {}
         return probes
 
-    def run_to_decide(
+    def sources_to_load(
+        self,
+        sources: Sources,
+        keys: list[bytes],
+        num_ready: int,
+        req_context: ReqContext,
+        now_s: float,
+        look_below: Callable[[list[bytes]], Sources],
+    ) -> Sources:
+        """Return which of the sources behind `num_ready` keys a request loads, and whether it must ask again.
+
+        `sources` are those of the first keys below host memory; `look_below` finds those of other keys.
+        """
+        run = self._run_to_decide(sources, keys, num_ready, req_context, now_s)
+        if run is not None:
+            seen_sources, num_before = (sources, num_ready) if run is keys else (look_below(run), 0)
+            if not self._decide(run, num_before, seen_sources, req_context, now_s):
+                return [], True
+        return self._worth_waiting(sources[0], num_ready, req_context), False
+
+    def _run_to_decide(
         self, sources: Sources, keys: list[bytes], num_ready: int, req_context: ReqContext, now_s: float
     ) -> list[bytes] | None:
         """Return the keys to decide about before a look-up of `keys` is answered, None if that is decided.
@@ -243,7 +271,7 @@ class Arbitration:
         ends = self._end_tokens(asked, num_ready, req_context)
         is_waiting = ends[0] <= choice.seen_token if known_sources else is_unknown
         if is_waiting and now_s >= choice.give_up_s and not choice.is_cut:
-            choice.seen_token, choice.limit_token = max(choice.seen_token, 0), -1
+            choice.give_up()
             # Jobs under way go on.
             self._pending.of(req_context).wanted.clear()
             self.counts["arbiter_give_ups"] += 1
@@ -255,7 +283,9 @@ class Arbitration:
         positions = req_context.positions.items()
         return [key for key, end in positions if (_known(end) or 0) >= ends[0] and self.group_of(key) == group]
 
-    def decide(self, run: list[bytes], num_ready: int, sources: Sources, req_context: ReqContext, now_s: float) -> bool:
+    def _decide(
+        self, run: list[bytes], num_ready: int, sources: Sources, req_context: ReqContext, now_s: float
+    ) -> bool:
         """Decide about the keys below the first `num_ready` of a run; return False if a tier's answer is worth it."""
         choice = self._choice_of(req_context)
         known_sources, is_unknown = sources
@@ -267,15 +297,14 @@ class Arbitration:
                   if end > choice.seen_token]  # fmt: skip
         if not blocks:
             return True
-        segments = _segments(blocks)
-        choice.seen_token = blocks[-1][0]
+        segments, seen_token = _segments(blocks), blocks[-1][0]
         if all(segment.link is None for segment in segments):
-            choice.limit_token = choice.seen_token
+            choice.decide(seen_token, seen_token)
             return True
         prefill = self.arbiter.prefill
         first_token = max(blocks[0][0] - self._block_size, 0)
         decision = self.arbiter.decide(first_token, segments, now_s)
-        choice.limit_token = decision.end_token
+        choice.decide(seen_token, decision.end_token)
         if prefill.is_known and decision.kept_blocks:
             # Computing would be done by then, too.
             patience_s = max(prefill.compute_s(first_token, decision.end_token), decision.load_s)
@@ -286,7 +315,7 @@ class Arbitration:
             self.counts["arbiter_loads"] += 1
         return True
 
-    def worth_waiting(
+    def _worth_waiting(
         self, sources: list[tuple[bytes, Source]], num_ready: int, req_context: ReqContext
     ) -> list[tuple[bytes, Source]]:
         """Return the first of the sources behind `num_ready` keys, those that are loaded."""
@@ -313,7 +342,7 @@ class Arbitration:
         first_token = max(ends[0] - self._block_size, 0)
         links = [controller.link for controller in self._controllers]
         if self.arbiter.is_hopeless(first_token, ends[-1], len(ends), links, now_s):
-            choice.seen_token, choice.limit_token = ends[-1], first_token
+            choice.decide(ends[-1], first_token)
             self.counts["arbiter_cuts"] += 1
             return True
         choice.give_up_s = now_s + prefill.compute_s(first_token, ends[-1])

@@ -138,14 +138,14 @@ class Promotion:
         arbitration = self._arbitration
         if arbitration is None or req_context is None or not any(sources):
             return sources
-        run = arbitration.run_to_decide(sources, keys, num_ready, req_context, now_s)
-        if run is not None:
-            seen_sources, num_before = sources, num_ready
-            if run is not keys:
-                seen_sources, num_before = self._look_below(run[:MAX_STEP_BLOCKS], req_context, now_s), 0
-            if not arbitration.decide(run, num_before, seen_sources, req_context, now_s):
-                return [], True
-        return arbitration.worth_waiting(sources[0], num_ready, req_context), False
+        return arbitration.sources_to_load(
+            sources,
+            keys,
+            num_ready,
+            req_context,
+            now_s,
+            lambda run: self._look_below(run[:MAX_STEP_BLOCKS], req_context, now_s),
+        )
 
     def _look_below(self, keys: list[bytes], req_context: ReqContext | None, now_s: float) -> Sources:
         """Return the sources of a step's keys, up to the first absent one, and whether a tier must be asked again.
