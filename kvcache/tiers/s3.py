@@ -189,7 +189,7 @@ class S3Tier(SharedStoreTier):
             obstore.put(self._store, self._path(self.epoch_name), epoch.encode(), mode=mode, use_multipart=False)
 
     def are_held(self, names: list[bytes]) -> Sequence[bool]:
-        async def ask() -> list[bool]:
+        async def ask() -> list[bool | BaseException]:
             turns = asyncio.Semaphore(_MAX_QUESTIONS)
 
             async def is_held(name: bytes) -> bool:
@@ -200,10 +200,15 @@ class S3Tier(SharedStoreTier):
                         return False
                     return True
 
-            return await asyncio.gather(*map(is_held, names))
+            # Also after an error all answers are awaited: the library's threads must not find the loop closed.
+            return await asyncio.gather(*map(is_held, names), return_exceptions=True)
 
         with _os_errors(self._address):
-            return asyncio.run(ask())
+            answers = asyncio.run(ask())
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+        return [answer is True for answer in answers]
 
     def put_values(self, names: list[bytes], batch: TierBatch, seal: Callable[[int], bytes]) -> Sequence[int]:
         outcomes = [BlockOutcome.DONE] * len(names)
@@ -343,9 +348,9 @@ def _os_errors(address: str) -> Iterator[None]:
 
 
 def _shown(error: BaseException) -> str:
-    """Return the store's own code and message, or else the first line of a message, which may be long."""
+    """Return the store's own code and message, or else the end of the first line, whose start repeats the request."""
     text = str(error)
     answer = re.search(r"<Code>(\w+)</Code>(?:.*?<Message>([^<]*)</Message>)?", text, re.DOTALL)
     if answer is not None:
         return f"{answer[1]}: {answer[2] or 'no message'}"[:200]
-    return (text.splitlines() or [""])[0].rstrip(": ")[:200]
+    return (text.splitlines() or [""])[0].rpartition(" - ")[2].rstrip(": ")[:200]

@@ -5,8 +5,11 @@ The same tests run over real stores as slow ones, which shows that these answer 
 
 import binascii
 import ctypes
+import multiprocessing
+import random
 import re
 import socket
+import time
 from collections import Counter, defaultdict
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -387,3 +390,81 @@ class _S3Request(BaseHTTPRequestHandler):
         token = f"<NextContinuationToken>{escape(keys[size - 1])}</NextContinuationToken>" if keys[size:] else ""
         text = f"<IsTruncated>{str(bool(token)).lower()}</IsTruncated>{token}{entries}"
         self.reply(200, f"<ListBucketResult>{text}</ListBucketResult>".encode())
+
+
+class FaultyS3:
+    """A `LocalS3` in a process of its own, which spoils a share of its answers; `num_faults` counts them."""
+
+    def __init__(self, share, seed=0):
+        context = multiprocessing.get_context("spawn")
+        # The process ends with this end.
+        self._pipe, theirs = context.Pipe()
+        self._num_faults = context.Value("q", 0)
+        arguments = (theirs, self._num_faults, share, seed)
+        self._process = context.Process(target=_serve_faults, args=arguments, daemon=True)
+        self._process.start()
+        self.place = self._pipe.recv()
+
+    @property
+    def num_faults(self):
+        return self._num_faults.value
+
+    def close(self):
+        self._process.kill()
+        self._process.join()
+
+
+def _serve_faults(pipe, num_faults, share, seed):
+    server, dice = LocalS3("blocks"), random.Random(seed)
+
+    def value_of(request):
+        # Of this object or of another one, as it is or shorter.
+        values = list(server.objects.values()) or [b"nothing"]
+        value = bytearray(server.objects.get(request.key) or dice.choice(values))
+        value[dice.randrange(len(value))] ^= 1 << dice.randrange(8)
+        return dice.choice((bytes(value), bytes(value[: dice.randrange(len(value))]), dice.choice(values), value * 2))
+
+    def cut(request):
+        request.reply(200, bytes(dice.randrange(1 << 14)), 1 << 16)
+        request.hang_up()
+
+    def huge(request):
+        # The client library itself reserves memory for such an answer to a command that is not GET.
+        request.reply(200, bytes(1 << 14), 1 << 40 if request.command == "GET" else 1 << 16)
+        request.hang_up()
+
+    def wait(request):
+        time.sleep(0.6)
+        request.reply(200, value_of(request))
+
+    faults = (
+        lambda request: request.refuse(503, "SlowDown"),
+        lambda request: request.refuse(500, "InternalError"),
+        lambda request: request.refuse(403, "AccessDenied"),
+        lambda request: request.refuse(403, "RequestTimeTooSkewed"),
+        lambda request: request.refuse(404, "NoSuchBucket"),
+        lambda request: request.reply(404),
+        lambda request: request.reply(200, dice.randbytes(dice.randrange(1 << 14))),
+        lambda request: request.reply(200, value_of(request)),
+        lambda request: request.reply(200, value_of(request)),
+        lambda request: request.reply(200, value_of(request)),
+        huge,
+        lambda request: request.hang_up(),
+        cut,
+        wait,
+    )
+
+    def spoil(request):
+        # The epoch is read once; without it nothing would be stored at all.
+        if request.key.endswith("/epoch") or dice.random() >= share:
+            return False
+        with num_faults.get_lock():
+            num_faults.value += 1
+        with suppress(OSError):
+            dice.choice(faults)(request)
+        return True
+
+    server.intercept = spoil
+    pipe.send(server.place)
+    with suppress(EOFError):
+        pipe.recv()

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from itertools import count
 
 import numpy as np
-from stores import Impostor, MooncakeStore, ProxyProcess, ValkeyServer, blocks, pause, resume, store_as_is
+from stores import Impostor, MooncakeStore, MotoServer, ProxyProcess, ValkeyServer, blocks, pause, resume, store_as_is
 
 from kvcache import ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.tiers.base.checksum import SEAL_BYTES
@@ -52,9 +52,9 @@ def fill(block, key):
 class Traffic:
     """A scheduler over one tier; it counts blocks with wrong bytes, and requests that waited after their deadline."""
 
-    def __init__(self, tier, host, seed=0):
+    def __init__(self, tier, host, seed=0, max_failures=3):
         self.host = host
-        rule = TierConfig(deadline_s=DEADLINE_S, pause_s=PAUSE_S, max_store_blocks=24)
+        rule = TierConfig(deadline_s=DEADLINE_S, pause_s=PAUSE_S, max_store_blocks=24, max_failures=max_failures)
         self.manager = TieredOffloadingManager(16, len(host), [(tier, rule)], deadline_s=DEADLINE_S)
         self.num_wrong = self.num_late = self.num_answers = 0
         self._num_chains = _NUM_CHAINS
@@ -97,8 +97,8 @@ class Traffic:
         self.run_until(lambda: self.counts()[0] > _WARM_BLOCKS)
         self._calls.clear()
 
-    def run_until(self, is_over):
-        end_s = time.monotonic() + _LIMIT_S
+    def run_until(self, is_over, limit_s=_LIMIT_S):
+        end_s = time.monotonic() + limit_s
         while not is_over():
             assert time.monotonic() < end_s, (self.manager.tier_stats(), self.manager.stats())
             self.step()
@@ -284,6 +284,33 @@ class ValkeyFaults(ProxyFaults):
         client.config_set("maxmemory-policy", policy)
         client.config_set("maxmemory", int(share * client.info("memory")["used_memory"]))
         return lambda: client.config_set("maxmemory", 0)
+
+
+class S3Faults(ProxyFaults):
+    """moto behind a proxy, and what can happen to both; each fault returns what ends it."""
+
+    # A request and another try.
+    LONGEST_JOB_S = 1.0
+    NAMES = ("stopped", "cut", "garbage", "swallowed", "half_open", "a_byte_a_second", "bucket_removed")
+
+    def __init__(self, folder, stack):
+        self.server = MotoServer("blocks")
+        stack.callback(self.server.kill)
+        self.proxy = ProxyProcess(self.server.port)
+        stack.callback(self.proxy.close)
+        self._stack = stack
+
+    def open_tier(self, host, salt=""):
+        s3 = importlib.import_module("kvcache.tiers.s3")
+        endpoint = f"http://127.0.0.1:{self.proxy.port}"
+        return s3.S3Tier("blocks", host, endpoint=endpoint, salt=salt, timeout_s=0.4)
+
+    def stopped(self):
+        return self._stop(self.server.pid)
+
+    def bucket_removed(self):
+        self.server.remove_bucket()
+        return self.server.make_bucket
 
 
 class MooncakeFaults(ProxyFaults):

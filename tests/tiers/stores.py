@@ -110,6 +110,14 @@ class MooncakeStore:
         self._log.close()
 
 
+def set_credentials(monkeypatch):
+    """Give this process credentials for a local bucket, and no other place for it."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("ACCESS_KEY_ID", "id"), ("SECRET_ACCESS_KEY", "secret"), ("REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+
+
 class MotoServer:
     """moto's S3 with one bucket, in a process of its own."""
 
@@ -120,8 +128,22 @@ class MotoServer:
         streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen([sys.executable, "-c", code], **streams)
         wait_for_port(self.port)
-        make = urllib.request.Request(f"{self.place['endpoint']}/{bucket}", data=b"", method="PUT")
-        with urllib.request.urlopen(make, timeout=60):
+        self.make_bucket()
+
+    @property
+    def pid(self):
+        return self._process.pid
+
+    def make_bucket(self):
+        self._call("PUT", self.place["bucket"], b"")
+
+    def remove_bucket(self):
+        # moto's own door; its S3 keeps a bucket that is not empty.
+        self._call("POST", "moto-api/reset", b"")
+
+    def _call(self, method, path, body):
+        request = urllib.request.Request(f"{self.place['endpoint']}/{path}", data=body, method=method)
+        with urllib.request.urlopen(request, timeout=60):
             pass
 
     def kill(self):

@@ -13,6 +13,7 @@ from stores import (
     load,
     load_as_is,
     payload,
+    set_credentials,
     store,
     store_as_is,
     until,
@@ -31,10 +32,7 @@ HUGE_BYTES = 1 << 40
 
 @pytest.fixture(autouse=True)
 def _credentials(monkeypatch):
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in (("ACCESS_KEY_ID", "id"), ("SECRET_ACCESS_KEY", "secret"), ("REGION", "us-east-1")):
-        monkeypatch.setenv(f"AWS_{name}", value)
+    set_credentials(monkeypatch)
 
 
 @pytest.fixture
