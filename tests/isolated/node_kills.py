@@ -1,4 +1,4 @@
-"""Kill and stop engines and owners of a node's pool in the middle of copies, and compare every block that is loaded.
+"""Kill, stop and reset engines and owners of a node's pool amid copies, and compare every block that is loaded.
 
 Run as ``python tests/isolated/node_kills.py NAME ENGINE_KILLS OWNER_KILLS [DISK]``; prints one line of JSON. An engine
 is a scheduler and a worker, which copies in small pieces and goes on when its scheduler has died, as a device does. A
@@ -23,9 +23,10 @@ from kvcache.node.ledger import Ledger
 from kvcache.node.protocol import node_folder
 
 NUM_BLOCKS, BLOCK_BYTES, PIECE_BYTES = 384, 2048, 256
-NUM_ENGINES, NUM_DOCUMENTS, MAX_LENGTH = 3, 40, 24
+NUM_ENGINES, NUM_DOCUMENTS, MAX_LENGTH = 4, 40, 24
 IDENTITY = {"num_blocks": NUM_BLOCKS, "block_bytes": BLOCK_BYTES, "block_size": 16, "model": "kills"}
-COUNTS = "loaded", "stored", "wrong", "outages"
+COUNTS = "loaded", "stored", "wrong", "outages", "resets"
+RESETS = 0.01
 
 
 def key_of(document, place):
@@ -85,6 +86,10 @@ def schedule(folder, name, counts, options, seed):
 
     def run(is_store, keys, spec):
         link.sendall(json.dumps([is_store, [key.hex() for key in keys], spec.block_ids.tolist()]).encode() + b"\n")
+        if dice.random() < RESETS:
+            # The copy runs on: its slots must not be written before it has ended.
+            manager.reset_cache()
+            counts[4] += 1
         return int(answers.readline())
 
     while os.getppid() == parent:
@@ -149,7 +154,7 @@ class Node:
             self.options |= {"tiers": [tier], "lookup_deadline_s": 1}
         self.folder = node_folder(name)
         self.monitor = NodeManager(self.folder, greeting("monitor", IDENTITY, self.options), patience_s=5)
-        self.counts = np.frombuffer(mmap.mmap(-1, 8 * 4 * 4096), np.int64).reshape(-1, 4)
+        self.counts = np.frombuffer(mmap.mmap(-1, 8 * 8 * 4096), np.int64).reshape(-1, 8)
         self.engines = {}
         self.num_started = 0
 
@@ -229,7 +234,7 @@ def main(name, engine_kills, owner_kills, disk=""):
     node.kill_all()
     faults += filter(None, [fault_of(node.folder, node.monitor)])
     figures = node.monitor.owner_figures()
-    sums = dict(zip(COUNTS, node.counts.sum(0).tolist(), strict=True))
+    sums = dict(zip(COUNTS, node.counts.sum(0).tolist(), strict=False))
     os.kill(figures["pid"], signal.SIGKILL)
     for path in node.folder.iterdir():
         if path.name not in ("lock", "owner.lock", "log"):

@@ -62,7 +62,7 @@ def test_late_store_returns_its_slots(node):
     node.check()
 
 
-def test_late_blocks_behind_held_ones_return(node):
+def test_late_hybrid_blocks_return(node):
     """A hybrid model's later question is late while the blocks of its first one are being loaded."""
     node = node(64, {"cache_policy": "lru", "tiers": [{"type": "memory", "capacity": "4KiB"}]})
     engine = node.engine("a", num_groups=2)

@@ -33,7 +33,7 @@ def locked_for(path, seconds):
     timer.join()
 
 
-def test_wait_for_lock_takes_no_time_limit(node, monkeypatch):
+def test_wait_for_lock_has_no_limit(node, monkeypatch):
     """Another engine has the lock while the owner allocates its memory."""
     monkeypatch.setattr("kvcache.node.link._SPAWN_TIMEOUT_S", 0.2)
     node = node(8)
@@ -60,7 +60,7 @@ def test_living_pools_are_not_locked(node, monkeypatch):
     assert not {living.folder / "owner.lock", service.folder / "owner.lock"}.intersection(locked)
 
 
-def test_pool_that_does_not_fit_leaves_nothing(node, monkeypatch):
+def test_oversized_pool_leaves_nothing(node, monkeypatch):
     node, allocate = node(8), os.posix_fallocate
 
     def fill(fd, first, length):
