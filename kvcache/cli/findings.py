@@ -337,7 +337,8 @@ def _check_memory(
 def _check_tier(subject: str, tier: TierSettings, block_bytes: int, owner_pid: int = 0) -> Iterator[Finding]:
     if owner_pid:
         yield Finding("ok", subject, f"open in the pool's owner, process {owner_pid}")
-    elif reason := tier.unavailable_reason():
+        return
+    if reason := tier.unavailable_reason():
         yield Finding("error", subject, reason)
     else:
         text = f"jobs of at most {tier.config.deadline_s:g} s"
