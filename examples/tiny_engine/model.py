@@ -17,6 +17,8 @@ from kvcache import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTens
 BLOCK_TOKENS = 16
 # Per KV-cache group the bytes of each layer's page; 16 bytes of padding follow each page, untouched by copies.
 GROUPS = ((240, 240, 496), (112, 112))
+# The window of each group in offloaded blocks: the second one reads only the last two before a token.
+WINDOWS = (None, 2)
 PADDING_BYTES = 16
 PADDING = 0x5A
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
 
-from model import BLOCK_TOKENS, GROUPS, EngineConfig, prefix_hashes
+from model import BLOCK_TOKENS, GROUPS, WINDOWS, EngineConfig, prefix_hashes
 from worker import Answer, Step
 
 from kvcache import CPULoadStoreSpec, GPULoadStoreSpec, ReqContext, TransferResult, make_offload_key, make_spec
@@ -40,6 +40,8 @@ class Request:
     blocks: list[list[int]] = field(default_factory=lambda: [[] for _ in range(NUM_GROUPS)])
     num_computed: int = 0
     num_offered: int = 0
+    begins: list[int] = field(default_factory=lambda: [0] * NUM_GROUPS)
+    """The first device block of each group that has content: a load leaves out what a window has left."""
     stores: set[int] = field(default_factory=set)
     context: ReqContext = field(default_factory=ReqContext)
 
@@ -51,11 +53,12 @@ class Request:
 
 @dataclass
 class Job:
-    """A transfer in flight."""
+    """A transfer in flight; a load makes the request's first `num_blocks` blocks, from `begins` on, computed."""
 
     request: Request
     keys: list[bytes]
     num_blocks: int = 0
+    begins: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -124,22 +127,31 @@ class Scheduler:
             self._load(request, step)
 
     def _load(self, request: Request, step: Step) -> None:
-        """Look up the longest prefix that every group has offloaded."""
+        """Look up the longest prefix of which full attention has all blocks, and each window its last ones."""
         keys = [self._keys(request, group, 0, request.num_prompt // self._factor) for group in range(NUM_GROUPS)]
-        hits = min(self.manager.lookup(group_keys, request.context) or 0 for group_keys in keys)
+        hits = self.manager.lookup(keys[0], request.context) or 0
+        while hits and not all(self._has_window(request, group_keys, hits) for group_keys in keys[1:]):
+            hits -= 1
         if not hits:
             request.state = State.RUNNING
             self._running.append(request)
             return
-        wanted = [key for group_keys in keys for key in group_keys[:hits]]
+        begins = [0 if window is None else max(hits - window, 0) for window in WINDOWS]
+        wanted = [key for group_keys, begin in zip(keys, begins, strict=True) for key in group_keys[begin:hits]]
         source = self.manager.prepare_load(wanted, request.context)
-        num_blocks = hits * self._factor
-        device_ids = [block for blocks in request.blocks for block in blocks[:num_blocks]]
-        target = GPULoadStoreSpec(device_ids, [num_blocks] * NUM_GROUPS, [0] * NUM_GROUPS)
+        num_blocks, begins = hits * self._factor, [begin * self._factor for begin in begins]
+        device_ids = [
+            block for blocks, begin in zip(request.blocks, begins, strict=True) for block in blocks[begin:num_blocks]
+        ]
+        target = GPULoadStoreSpec(device_ids, [num_blocks - begin for begin in begins], begins)
         request.state = State.LOADING
         request.num_offered = hits
-        step.loads.append((self._new_job(self._loads, Job(request, wanted, num_blocks)), (source, target)))
+        step.loads.append((self._new_job(self._loads, Job(request, wanted, num_blocks, begins)), (source, target)))
         self.counts["loads"] += 1
+
+    def _has_window(self, request: Request, keys: list[bytes], hits: int) -> bool:
+        last = keys[max(hits - WINDOWS[1], 0) : hits]
+        return self.manager.lookup(last, request.context) == len(last)
 
     def _run(self, request: Request, step: Step) -> None:
         """Compute the missing known tokens, or one more block."""
@@ -153,7 +165,7 @@ class Scheduler:
         for group, blocks in enumerate(request.blocks):
             known = list(zip(blocks, request.hashes, strict=True))
             step.compute += [(group, block, name) for block, name in known[request.num_computed :]]
-            step.verify += [(group, block, name) for block, name in known]
+            step.verify += [(group, block, name) for block, name in known[request.begins[group] :]]
         self.counts["computed blocks"] += (request.num_prompt - request.num_computed) * NUM_GROUPS
         request.num_computed = request.num_prompt
 
@@ -178,17 +190,18 @@ class Scheduler:
         self._release(victim)
         victim.state = State.WAITING
         victim.num_computed = victim.num_offered = 0
+        victim.begins = [0] * NUM_GROUPS
         self._waiting.appendleft(victim)
         self.counts["preemptions"] += 1
 
     def _offer(self, request: Request, step: Step) -> None:
-        """Offload the blocks that are full since the last time."""
+        """Offload the blocks that are full since the last time, of a window only those that it has not left."""
         full = request.num_computed // self._factor
         if full == request.num_offered:
             return
-        keys = [self._keys(request, group, request.num_offered, full) for group in range(NUM_GROUPS)]
+        firsts = [max(request.num_offered, full - window if window else 0) for window in WINDOWS]
+        keys = [self._keys(request, group, first, full) for group, first in enumerate(firsts)]
         offered = [key for group_keys in keys for key in group_keys]
-        first = request.num_offered
         request.num_offered = full
         output = self.manager.prepare_store(offered, request.context)
         if output is None:
@@ -197,7 +210,7 @@ class Scheduler:
         if not output.keys_to_store:
             return
         # Blocks that are stored already split a group into stretches; each stretch is a job.
-        places = {key: (group, first + i) for group, names in enumerate(keys) for i, key in enumerate(names)}
+        places = {key: (group, firsts[group] + i) for group, names in enumerate(keys) for i, key in enumerate(names)}
         slots = dict(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))
         for stretch in _stretches(output.keys_to_store, places):
             group, start = places[stretch[0]]
@@ -235,9 +248,10 @@ class Scheduler:
         self.manager.complete_load(job.keys, request.context)
         # After a failed load the blocks hold unknown bytes and are computed again.
         request.num_computed = job.num_blocks if result.success else 0
+        request.begins = job.begins if result.success else [0] * NUM_GROUPS
         request.state = State.RUNNING
         self._running.append(request)
-        self.counts["loaded blocks"] += job.num_blocks * NUM_GROUPS * result.success
+        self.counts["loaded blocks"] += len(job.keys) * self._factor * result.success
 
     def _release(self, request: Request) -> None:
         for blocks in request.blocks:
