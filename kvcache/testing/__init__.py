@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOME_OF = {
     "CacheMachine": "kvcache.testing.machine",
+    "CodecContract": "kvcache.testing.codec_contract",
     "PolicyContract": "kvcache.testing.contract",
     "REFERENCE_POLICIES": "kvcache.testing.reference",
     "ReferenceGate": "kvcache.testing.reference",
@@ -23,6 +24,7 @@ _HOME_OF = {
 __all__ = [*_HOME_OF]
 
 if TYPE_CHECKING:
+    from kvcache.testing.codec_contract import CodecContract as CodecContract
     from kvcache.testing.contract import PolicyContract as PolicyContract
     from kvcache.testing.machine import CacheMachine as CacheMachine
     from kvcache.testing.machine import cache_machine as cache_machine
