@@ -40,6 +40,9 @@ from kvcache.transfer.shared_file import leftover_files, private_folder
 _WRAPPERS = ("kv_transfer_config", "kv_connector_extra_config")
 _PLUGIN_KEYS = frozenset({"module_path", "class_name"})
 """The keys by which SGLang and LMCache name a plug-in's class."""
+_L2_KEYS = _PLUGIN_KEYS | {"type", "adapter_params", "config_class_name", "eviction", "serde", "shared"}
+_L2_KEYS |= {"persist_enabled", "affinity_tag"}
+"""The keys beside `adapter_params` that LMCache reads."""
 _LEAST_POOL_BYTES = 1 << 20
 """Less than a block of any model that is served."""
 _SPEC_KEYS = OffloadSettings.declared().keys() | SpecOptions.declared().keys()
@@ -82,6 +85,7 @@ def check_file(
         # `check_config` has described copies that cannot start here: the error replaces that.
         findings = [finding for finding in findings if finding.subject != "data plane"]
         findings.append(Finding("error", "data plane", engine_keys.NO_DEVICE))
+    findings += [Finding(level, "options", text) for level, text in engine_keys.copy_faults(config_part, engine)]
     if config_part.get(vllm.NODE_POOL):
         findings += [Finding(level, "node pool", text) for level, text in engine_keys.node_faults(engine, has_events)]
     if fault := engine_keys.adapter_fault(config_part, engine):
@@ -214,12 +218,17 @@ def _check_l2(adapter: Mapping[str, Any]) -> list[Finding]:
     try:
         for name, value in (("type", "plugin"), ("class_name", "KVCacheL2")):
             choice_of(value)(f"{name} of an --l2-adapter", adapter.get(name))
+        ours = {"kind", "exporters", *TierConfig.declared(), *TIERS.resolve("disk").options_type.declared()}
+        if misplaced := sorted(ours.intersection(adapter)):
+            raise ValueError(f"{', '.join(misplaced)} of an --l2-adapter must be inside adapter_params")
         settings = L2Settings.parse(adapter.get("adapter_params") or {})
         sizes = settings.sizes_found()
         num_slots = settings.num_slots(sizes) if sizes else 0
     except ValueError as error:
         return _faults(error)
     findings = [_check_exporter(exporter) for exporter in settings.exporters.exporters]
+    if unknown := name_unknown(adapter, _L2_KEYS):
+        findings.append(Finding("warning", "options", f"unknown keys of an --l2-adapter: {unknown}"))
     for size in sizes:
         findings += _check_tier(f"objects of {size} bytes", settings.tier_of(size, num_slots), size)
     used_bytes = sum(path.lstat().st_blocks * 512 for path in settings.path.rglob("*"))
@@ -238,6 +247,8 @@ def _check_storage(config: Mapping[str, Any]) -> list[Finding]:
         return _faults(error)
     findings = [*map(_check_exporter, options.exporters), *_check_tier(options.kind, tier.of_rank("0"), 0)]
     findings.append(_fits(STAGING_BYTES * max(1, len(options.shares or ())), [tier]))
+    if (used := sum((options.shares or {"": 1.0}).values())) < 0.99:
+        findings.append(Finding("warning", "options", f"shares use {used:.0%} of the capacity, the rest stays empty"))
     if not config.get("interface_v1"):
         text = "without interface_v1 SGLang copies each page once more"
         findings.append(Finding("warning", "options", text))

@@ -248,6 +248,14 @@ def test_check_l2_adapter_of_lmcache(tmp_path, changes, params, message):
         ({"module_path": None}, "kvcache.integrations.lmcache, got None"),
         ({"capasity": 1}, "capasity (did you mean 'capacity'?)"),
         ({"shares": {"kv": 2}}, "'kv' of shares in SGLang's storage backend must be"),
+        ({"shares": {"kv": 0.1, "mmaba": 0.9}}, "got mmaba (did you mean 'mamba'?)"),
+        ({"shares": {"mamba": 1}}, "must name the host pools, 'kv' among them"),
+        ({"shares": {"deepseek_v4_c4": 1}}, ""),
+        ({"interface_v1": "0"}, "interface_v1 in SGLang's storage backend must be a bool, 0 or 1, got '0'"),
+        ({"interface_v1": True}, ""),
+        ({"tp_lcm_size": "x"}, "tp_lcm_size in SGLang's storage backend must be a whole number, as SGLang reads it"),
+        ({"prefetch_timeout_base": "1s"}, "must be a number of seconds, as SGLang reads it, got '1s'"),
+        ({"hicache_storage_pass_prefix_keys": 1}, "must be a bool, got 1"),
         ({"capacity": "900PiB"}, "are needed below"),
     ],
 )
@@ -322,3 +330,51 @@ def test_check_accepts_every_engine_of_pool(check, tmp_path, is_named):
         owner.stop()
         thread.join()
         shutil.rmtree(folder)
+
+
+def test_unused_share_is_warned_of(check, tmp_path):
+    given = {
+        "backend_name": "kvcache", "module_path": "kvcache.integrations.sglang", "class_name": "KVCacheStorage",
+        "interface_v1": 1, "kind": "memory", "capacity": "1MiB", "shares": {"kv": 0.1},
+    }  # fmt: skip
+    assert "shares use 10% of the capacity, the rest stays empty" in check(given)[1]
+    assert check(given, "--strict")[0] == 1
+    assert check({**given, "shares": {"kv": 0.1, "mamba": 0.9}}, "--strict")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ({"capacity": "2MiB"}, "error options capacity of an --l2-adapter must be inside adapter_params"),
+        ({"exporters": [], "deadline_s": 1}, "error options deadline_s, exporters of an --l2-adapter must be inside"),
+        ({"evction": {}}, "warning options unknown keys of an --l2-adapter: evction (did you mean 'eviction'?)"),
+        ({"eviction": {}, "serde": {}, "shared": False}, ""),
+    ],
+)
+def test_options_beside_adapter_params_are_named(check, tmp_path, beside, message):
+    pytest.importorskip("xxhash")
+    adapter = {"type": "plugin", "module_path": "kvcache.integrations.lmcache", "class_name": "KVCacheL2", **beside}
+    params = {"kind": "disk", "path": str(tmp_path / "l2"), "capacity": "64MiB"}
+    text = check({**adapter, "adapter_params": params}, "--strict")[1]
+    assert message in text if message else "error options" not in text and "warning options" not in text
+
+
+def test_options_beside_extra_config_are_named(check):
+    text = check({**CONNECTOR, "tiers": [], "cpu_bytes_to_use": 1, **ours()})[1]
+    for name in ("cpu_bytes_to_use", "tiers"):
+        assert f"vLLM would not use kvcache: {name} must be inside kv_connector_extra_config" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "engine", "message"),
+    [
+        ({"data_plane": "kvcache", "tiers": [DISK]}, {"pipeline_parallel_size": 2}, "in a pipeline of 2 stages"),
+        ({"data_plane": "vllm", "tiers": [DISK]}, {"pipeline_parallel_size": 2}, ""),
+        ({"data_plane": "kvcache"}, {"pipeline_parallel_size": 2}, ""),
+        ({"store_threshold": 0}, {}, "store_threshold 0 and 1 store every block"),
+        ({"store_threshold": 2}, {}, ""),
+    ],
+)
+def test_useless_engine_options_are_named(check, options, engine, message):
+    text = check(vllm_with(options, **engine))[1]
+    assert message in text if message else "stages" not in text and "store_threshold" not in text

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 
 from kvcache.integrations.sglang import storage
 from kvcache.integrations.sglang.pages import HostPages
+from kvcache.integrations.sglang.settings import POOL_NAMES
 from kvcache.tiers.disk.tier import DiskTier
 
 TOKENS = list(range(1, 1 + 6 * PAGE))
@@ -230,3 +231,8 @@ def test_nothing_raises_into_sglangs_threads(engine):
     assert storage.set("AB" * 32, page)
     assert not storage.exists("ab" * 32)
     assert storage.batch_get_v2([PoolTransfer(PoolName.DRAFT, keys=["a"])]) == {"draft": [False]}
+
+
+def test_pool_names_are_those_of_sglang():
+    names = {name.value for name in PoolName}
+    assert {name for name in names if not name.startswith("deepseek_v4_")} == set(POOL_NAMES)

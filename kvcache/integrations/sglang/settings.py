@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from kvcache.assembly.assemble import KindOptions, OffloadSettings, TierSettings, parse_kind
-from kvcache.options import Component, option, parse_share
+from kvcache.options import (
+    Component,
+    Options,
+    name_unknown,
+    option,
+    parse_count,
+    parse_flag,
+    parse_share,
+    parse_text,
+    run_all,
+)
 from kvcache.tiers.shared_store import SharedStoreTier
 
-# SGLang reads these keys itself.
-ENGINE_KEYS = frozenset(
-    {
-        "backend_name",
-        "module_path",
-        "class_name",
-        "interface_v1",
-        "prefetch_threshold",
-        "prefetch_timeout_base",
-        "prefetch_timeout_per_ki_token",
-        "hicache_storage_pass_prefix_keys",
-        "tp_lcm_size",
-    }
-)
+POOL_NAMES = ("kv", "mamba", "swa", "auxiliary_swa", "indexer", "draft", "draft_indexer", "draft_swa")
+_LONG_NAME = "deepseek_v4_"
+"""SGLang has many pools of names that begin so. Beside them, the pool ``kv`` may have no bytes of its own."""
 
 
 def _parse_shares(name: str, value: Any) -> dict[str, float]:
@@ -33,7 +33,48 @@ def _parse_shares(name: str, value: Any) -> dict[str, float]:
     shares = {pool: parse_share(f"{pool!r} of {name}", share) for pool, share in value.items()}
     if not all(shares.values()) or sum(shares.values()) > 1 + 1e-9:
         raise ValueError(f"{name} must each be above 0, and at most 1 in all, got {value!r}")
+    own = [pool for pool in shares if not str(pool).startswith(_LONG_NAME)]
+    if unknown := name_unknown(own, POOL_NAMES):
+        raise ValueError(f"{name} must name host pools of SGLang ({', '.join(POOL_NAMES)}), got {unknown}")
+    if "kv" not in shares and len(own) == len(shares):
+        raise ValueError(f"{name} must name the host pools, 'kv' among them, got {value!r}")
     return shares
+
+
+def _parse_switch(name: str, value: object) -> bool:
+    # SGLang takes the truth of any value: "0" would be true.
+    if type(value) not in (bool, int) or value not in (0, 1):
+        raise ValueError(f"{name} must be a bool, 0 or 1, got {value!r}")
+    return bool(value)
+
+
+def _parse_tokens(name: str, value: object) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{name} must be a whole number, as SGLang reads it, got {value!r}")
+    return parse_count(name, value, 0)
+
+
+def _parse_seconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ValueError(f"{name} must be a number of seconds, as SGLang reads it, got {value!r}")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class EngineKeys(Options):
+    """The keys that SGLang reads itself."""
+
+    where: ClassVar[str] = "SGLang's storage backend"
+
+    backend_name: str | None = option(parse_text, None, when="always: a name for SGLang's log")
+    module_path: str | None = option(parse_text, None, when="always: `kvcache.integrations.sglang`")
+    class_name: str | None = option(parse_text, None, when="always: `KVCacheStorage`")
+    interface_v1: bool = option(_parse_switch, False, when="always: 1; pages are copied once more without it")
+    prefetch_threshold: int | None = option(_parse_tokens, None, when="shorter prefixes are to be prefetched, too")
+    prefetch_timeout_base: float | None = option(_parse_seconds, None, when="a prefetch may take longer")
+    prefetch_timeout_per_ki_token: float | None = option(_parse_seconds, None, when="a prefetch may take longer")
+    hicache_storage_pass_prefix_keys: bool = option(parse_flag, False, when="uses are to be counted exactly")
+    tp_lcm_size: int | None = option(_parse_tokens, None, when="engines of several tensor-parallel sizes share")
 
 
 @dataclass(frozen=True)
@@ -52,7 +93,10 @@ class StorageOptions(KindOptions):
 
 def read_config(config: Mapping[str, Any]) -> tuple[StorageOptions, TierSettings]:
     """Parse the extra config; raise ValueError naming each option that is missing, invalid or unknown."""
-    return parse_kind(config, ENGINE_KEYS, StorageOptions)
+    keys = frozenset(EngineKeys.declared())
+    checks = partial(EngineKeys.parse_part, config), partial(parse_kind, config, keys, StorageOptions)
+    parsed: tuple[StorageOptions, TierSettings] = run_all(checks)[1]
+    return parsed
 
 
 def check_latent(settings: TierSettings, num_ranks: int) -> None:

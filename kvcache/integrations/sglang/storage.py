@@ -98,6 +98,8 @@ class KVCacheStorage(HiCacheStorage):
             shares = {name: size / sum(sizes.values()) for name, size in sizes.items()}
         elif missing := pages.keys() - shares.keys():
             raise ValueError(f"shares must name the host pools {sorted(pages)}, {sorted(missing)} are missing")
+        if (used := sum(shares[name] for name in pages)) < 0.99 and len(shares) <= len(pages):
+            _LOG.warning("SGLang's storage: shares use %.0f %% of the capacity, the rest stays empty", 100 * used)
         # All or none: if one tier fails, the others must not keep their folders and threads.
         with ExitStack() as undo:
             stores = {}

@@ -91,6 +91,16 @@ def _spec_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
             yield str(error)
 
 
+def copy_faults(extra_config: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield level and text of each option that our worker's copies exclude; `engine` is as for `node_faults`."""
+    stages = engine.get("pipeline_parallel_size", 1)
+    plane = extra_config.get(settings.DATA_PLANE) or ("vllm" if has_accelerator() else "kvcache")
+    if stages != 1 and plane == "kvcache" and extra_config.get("tiers"):
+        yield "error", f"'tiers' do not work with kvcache's worker in a pipeline of {stages!r} stages"
+    if extra_config.get("store_threshold") in (0, 1):
+        yield "warning", "store_threshold 0 and 1 store every block, as without it; 2 waits for the second offer"
+
+
 def node_faults(engine: Mapping[str, Any], has_events: bool) -> Iterator[tuple[str, str]]:
     """Yield level and text of each option that a node's pool excludes; `engine` are vLLM's own options, or empty."""
     if has_events:

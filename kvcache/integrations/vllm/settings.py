@@ -106,7 +106,8 @@ def connector_faults(transfer: Mapping[str, Any]) -> list[str]:
     """
     if len(transfer) < 2:
         return []
-    return [
+    misplaced = [f"{name} must be inside {WHERE}" for name in sorted(KNOWN_KEYS.intersection(transfer))]
+    return misplaced + [
         f"{name} must be {' or '.join(map(repr, values))}, got {transfer.get(name)!r}"
         for name, values in _CONNECTOR_VALUES.items()
         if transfer.get(name) not in values
