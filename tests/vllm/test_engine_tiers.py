@@ -5,8 +5,9 @@ import shutil
 import pytest
 from engine_options import BLOCK_BYTES
 from engine_tiering import tier_config, wait_until
+from local_stores import FaultyS3
 from safetensors.torch import load_file, save_file
-from stores import MooncakeStore
+from stores import MooncakeStore, set_credentials
 
 pytestmark = pytest.mark.slow
 # Host memory for 40 of the prompts' 140 blocks.
@@ -47,6 +48,16 @@ def mooncake(tmp_path):
         store.close()
 
 
+@pytest.fixture
+def s3(monkeypatch):
+    pytest.importorskip("obstore")
+    set_credentials(monkeypatch)
+    server = FaultyS3(share=0.0)
+    # These prompts are computed sooner than they are loaded.
+    yield {"type": "s3", **server.place, "deadline_s": 60, "timeout_s": 60, "arbiter": False}
+    server.close()
+
+
 def tier_stats(engine):
     """Return the counters of the engine's tier once they have reached its metrics, with a step, once a second."""
     tiers = getattr(engine.manager, "secondary_tiers", None)
@@ -70,6 +81,7 @@ def tier_stats(engine):
         *[(door, "disk") for door in DOORS],
         ("our manager", "valkey"),
         ("our manager", "mooncake"),
+        ("our manager", "s3"),
         ("vLLM's manager", "valkey"),
     ],
 )
@@ -104,6 +116,27 @@ def test_engine_tier_serves_next_engine(boot, models, crowd, expected, tmp_path,
             assert (engine.stats.num_pending, engine.stats.failed_blocks) == (0, 0)
             engine.drop_device_cache(host_too=True)
             assert engine.ask_each(crowd[:1]) == (expected(crowd[:1]), [0])
+
+
+def test_bucket_serves_equal_engines_only(boot, models, crowd, tmp_path, s3):
+    tier = {**s3, "salt": "one tenant"}
+    other_weights = tmp_path / "model"
+    shutil.copytree(models["llama"], other_weights)
+    weights = load_file(other_weights / "model.safetensors")
+    weights["model.layers.0.self_attn.k_proj.weight"] *= 2
+    save_file(weights, other_weights / "model.safetensors", metadata={"format": "pt"})
+    hits = []
+    for model, changes in (
+        (models["llama"], {}), (models["llama"], {}), (models["llama"], {"salt": "another tenant"}), (other_weights, {}),
+    ):  # fmt: skip
+        with boot(model, {**OURS, "tiers": [tier | changes]}) as engine:
+            hits.append(engine.ask_each(crowd[:2])[1])
+            if len(hits) == 2:
+                # After a reset without a version its weights have no name.
+                engine.drop_device_cache(host_too=True)
+                hits.append(engine.ask_each(crowd[:2])[1])
+            tier_stats(engine)
+    assert hits == [[0] * 2, [640] * 2, [0] * 2, [0] * 2, [0] * 2]
 
 
 ROPE = {
