@@ -65,14 +65,18 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     return OffloadKey(bytes(block_hash) + group_idx.to_bytes(_GROUP_BYTES, "big"))
 
 
+HASH_PART, GROUP_PART = slice(None, -_GROUP_BYTES), slice(-_GROUP_BYTES, None)
+"""The parts of a key: its block hash, and the index of its group as bytes."""
+
+
 def get_offload_block_hash(key: bytes) -> bytes:
     """Return the block hash of a key made by `make_offload_key`."""
-    return _checked_key(key)[:-_GROUP_BYTES]
+    return _checked_key(key)[HASH_PART]
 
 
 def get_offload_group_idx(key: bytes) -> int:
     """Return the KV-cache group index of a key made by `make_offload_key`."""
-    return int.from_bytes(_checked_key(key)[-_GROUP_BYTES:], "big")
+    return int.from_bytes(_checked_key(key)[GROUP_PART], "big")
 
 
 def _checked_key(key: bytes) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -66,6 +66,11 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
 
     def __repr__(self) -> str:
         return repr(self.block_ids)
+
+
+def block_ids_of(spec: LoadStoreSpec) -> Int64Array:
+    """Return the block ids of the spec of a pool in host memory."""
+    return cast("BlockIDsLoadStoreSpec", spec).block_ids
 
 
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):

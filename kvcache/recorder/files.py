@@ -11,6 +11,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from kvcache.files import write_all
+
 _LOG = logging.getLogger(__name__)
 MAGIC = b"KVCLOG\r\n"
 VERSION = 6
@@ -138,10 +140,3 @@ def _check_replaceable(path: Path) -> bool:
         except OSError:
             raise ValueError(f"{path} is being recorded to by another manager or process") from None
     return True
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Write all of `data`."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

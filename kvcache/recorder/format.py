@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from kvcache.core.index import key_hashes
+from kvcache.keys import GROUP_PART
 from kvcache.recorder.files import MAGIC, VERSION, frame_bytes, older_file
 from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, NO_CONTEXT, ONE_KEY, Op
 from kvcache.request import ReqContext, Retention, parse_hint
@@ -237,7 +238,7 @@ class FrameEncoder:
             ends = [end if type(end) is int else 0 for end in islice(positions.values(), first, num_positions)]
             self._note(Op.POSITIONS, number, self._hash(keys), [first, *ends])
             if self._has_groups:
-                groups = [key[-4:] if type(key) is bytes else b"" for key in keys]
+                groups = [key[GROUP_PART] if type(key) is bytes else b"" for key in keys]
                 self._note(Op.GROUPS, number, self._hash(groups), None)
             self._requests[context] = number, positions, num_positions
         return number

@@ -252,15 +252,18 @@ class Arbitration:
         """
         run = self._run_to_decide(sources, keys, num_ready, req_context, now_s)
         if run is not None:
-            seen_sources, num_before = (sources, num_ready) if run is keys else (look_below(run), 0)
-            if not self._decide(run, num_before, seen_sources, req_context, now_s):
+            run_keys, is_of_prompt = run
+            seen_sources, num_before = (look_below(run_keys), 0) if is_of_prompt else (sources, num_ready)
+            if not self._decide(run_keys, num_before, seen_sources, req_context, now_s):
                 return [], True
         return self._worth_waiting(sources[0], num_ready, req_context), False
 
     def _run_to_decide(
         self, sources: Sources, keys: list[bytes], num_ready: int, req_context: ReqContext, now_s: float
-    ) -> list[bytes] | None:
+    ) -> tuple[list[bytes], bool] | None:
         """Return the keys to decide about before a look-up of `keys` is answered, None if that is decided.
+
+        And whether they are those of the prompt, as far as known, in place of `keys`.
 
         `sources` are those of the keys below the first `num_ready`. If an engine asks key by key, all known keys of the
         prompt are decided about at once. A request that has waited too long gives up.
@@ -278,10 +281,11 @@ class Arbitration:
         if choice.is_cut or not (is_unknown or ends[-1] > choice.seen_token):
             return None
         if len(keys) != 1 or not req_context.positions:
-            return keys
+            return keys, False
         group = self.group_of(keys[0])
         positions = req_context.positions.items()
-        return [key for key, end in positions if (_known(end) or 0) >= ends[0] and self.group_of(key) == group]
+        rest = [key for key, end in positions if (_known(end) or 0) >= ends[0] and self.group_of(key) == group]
+        return rest, True
 
     def _decide(
         self, run: list[bytes], num_ready: int, sources: Sources, req_context: ReqContext, now_s: float

@@ -21,7 +21,7 @@ from kvcache.tiering.breaker import BREAKER_STATES, Direction, Faults
 from kvcache.tiering.endurance import RunChoice
 from kvcache.tiering.rates import LinkRate
 from kvcache.tiering.uses import UseQueue
-from kvcache.tiers.base.tier import TierResult, TierStats
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS, TierResult, TierStats
 from kvcache.tiers.base.wear import parse_endurance
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 WRITE_POLICIES = ("write_through", "write_back", "write_through_selective")
-MAX_STEP_BLOCKS = 1024
-"""Blocks that one scheduler call handles at most, for all tiers together."""
 _MAX_WAITING_USES = 32 * MAX_STEP_BLOCKS
 
 

@@ -30,11 +30,11 @@ from kvcache.registry import POLICIES
 from kvcache.request import ReqContext, check_next_use
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.arbiter import Arbitration, LoadArbiter
-from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, log_job
+from kvcache.tiering.controller import HostBudget, TierConfig, TierController, log_job
 from kvcache.tiering.pending import PendingRequests
 from kvcache.tiering.promotion import Promotion
 from kvcache.tiering.writing import Writing
-from kvcache.tiers.base.tier import Tier
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS, Tier
 
 if TYPE_CHECKING:
     from kvcache.control.curve import WhatIf

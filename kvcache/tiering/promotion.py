@@ -14,10 +14,12 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from kvcache.block import ABSENT, READY
+from kvcache.specs import block_ids_of
 from kvcache.tiering.arbiter import Arbitration, Source, Sources
-from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierController, TierJob
+from kvcache.tiering.controller import TierController, TierJob
 from kvcache.tiering.pending import PendingRequest, PendingRequests
-from kvcache.tiering.writing import MAX_JOB_BLOCKS, Writing, block_ids_of
+from kvcache.tiering.writing import MAX_JOB_BLOCKS, Writing
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
 
 if TYPE_CHECKING:
     from kvcache.control.pool import BlockPool
@@ -257,7 +259,7 @@ class Promotion:
         if output is None:
             return [], []
         self._writing.note_evicted(output.evicted_keys)
-        return output.keys_to_store, block_ids_of(output.store_spec)
+        return output.keys_to_store, block_ids_of(output.store_spec).tolist()
 
     def _load(
         self,

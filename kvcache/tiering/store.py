@@ -22,8 +22,8 @@ import numpy as np
 
 from kvcache.metrics import Labels, Part
 from kvcache.options import check_int
-from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
-from kvcache.tiers.base.tier import Tier, TierResult, host_rows
+from kvcache.tiering.controller import HostBudget, TierConfig, TierController, TierJob
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS, Tier, TierResult, host_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from kvcache.block import PENDING, READY
-from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierController, TierJob
+from kvcache.specs import block_ids_of
+from kvcache.tiering.controller import TierController, TierJob
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
 
 if TYPE_CHECKING:
     from kvcache.control.pool import BlockPool
     from kvcache.request import ReqContext
-    from kvcache.specs import BlockIDsLoadStoreSpec, LoadStoreSpec, PrepareStoreOutput
+    from kvcache.specs import PrepareStoreOutput
     from kvcache.tiering.endurance import RunChoice
 
 MAX_JOB_BLOCKS = 512
@@ -177,7 +179,7 @@ class Writing:
         if not ready:
             return True
         # The tier reads the blocks from the moment it has the job, so the reference comes first.
-        block_ids = block_ids_of(self._pool.pin(ready, is_move=True))
+        block_ids = block_ids_of(self._pool.pin(ready, is_move=True)).tolist()
         deadline_s = now_s + controller.config.deadline_s
         job = TierJob(next(self.job_ids), controller, False, ready, block_ids, deadline_s, is_again=is_again)
         if controller.send(job, now_s):
@@ -190,9 +192,3 @@ class Writing:
 
     def _ready(self, keys: list[bytes]) -> list[bytes]:
         return [key for key, state in zip(keys, self._pool.states(keys), strict=True) if state == READY]
-
-
-def block_ids_of(spec: LoadStoreSpec) -> list[int]:
-    """Return the block ids of a host pool's spec."""
-    ids: list[int] = cast("BlockIDsLoadStoreSpec", spec).block_ids.tolist()
-    return ids

@@ -11,8 +11,9 @@ import pytest
 from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering import controller as controller_module
-from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierConfig
+from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
 
 
 class CountingTier(ManualTier):

@@ -5,8 +5,9 @@ from stores import Clock
 
 from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
-from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierConfig
+from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
 
 NUM_BLOCKS = 8
 

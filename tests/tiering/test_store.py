@@ -13,8 +13,9 @@ pytest.importorskip("xxhash")
 
 from kvcache.assembly.assemble import open_store, parse_tier
 from kvcache.testing.tiers import ManualTier
-from kvcache.tiering.controller import MAX_STEP_BLOCKS, TierConfig
+from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.store import KeyedStore
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.slot_table import SlotTable
 from kvcache.tiers.disk.tier import DiskTier

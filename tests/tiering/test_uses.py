@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
-from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
+from kvcache.tiering.controller import HostBudget, TierConfig, TierController, TierJob
 from kvcache.tiering.uses import UseQueue
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
 
 STEP, LIMIT = 4, 16
 REQUESTS = [ReqContext(str(i)) for i in range(3)]

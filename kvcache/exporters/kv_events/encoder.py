@@ -16,6 +16,7 @@ import numpy as np
 
 from kvcache.events import OffloadingEvent
 from kvcache.exporters.kv_events.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored
+from kvcache.keys import GROUP_PART, HASH_PART
 from kvcache.request import Prompt
 
 _LOG = logging.getLogger(__name__)
@@ -166,10 +167,10 @@ def _by_group(keys: list[bytes]) -> dict[int, list[bytes]]:
     if not set(map(type, keys)) <= {bytes}:
         keys = [key for key in keys if isinstance(key, bytes)]
     groups: dict[bytes, list[bytes]] = {}
-    if len(tails := {key[-4:] for key in keys}) == 1 and min(map(len, keys)) > 4:
-        groups[tails.pop()] = [key[:-4] for key in keys]
+    if len(tails := {key[GROUP_PART] for key in keys}) == 1 and min(map(len, keys)) > 4:
+        groups[tails.pop()] = [key[HASH_PART] for key in keys]
     else:
         for key in keys:
-            block_hash, group = (key[:-4], key[-4:]) if len(key) > 4 else (key, bytes(4))
+            block_hash, group = (key[HASH_PART], key[GROUP_PART]) if len(key) > 4 else (key, bytes(4))
             groups.setdefault(group, []).append(block_hash)
     return {int.from_bytes(group, "big"): hashes for group, hashes in groups.items()}

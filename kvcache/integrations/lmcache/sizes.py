@@ -9,7 +9,7 @@ from threading import RLock
 from kvcache.assembly.assemble import open_store
 from kvcache.epoch import named
 from kvcache.integrations.lmcache.settings import MAX_SIZES, L2Settings
-from kvcache.tiering.controller import MAX_STEP_BLOCKS
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
 
 Change = tuple["Objects", list[bytes], list[bytes] | frozenset[bytes]]
 """The keys that came, and those that went before; or a set of those that stayed, if the size was opened again."""

@@ -28,6 +28,7 @@ from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.pool import BlockPool
 from kvcache.integrations.vllm.metrics import MetricsSource
 from kvcache.integrations.vllm.releases import Release
+from kvcache.keys import GROUP_PART
 from kvcache.request import ReqContext
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
@@ -150,7 +151,8 @@ class KVCacheOffloadingManager(OffloadingManager):
             newest = list(islice(reversed(positions.items()), len(positions) - ours.num_path_positions))
             ours.num_path_positions = len(positions)
             # Positions within a block are those of states that vLLM looks for between blocks.
-            self._manager.touch([key for key, end in newest[::-1] if key[-4:] == group and end % tokens == 0], ours)
+            path = [key for key, end in newest[::-1] if key[GROUP_PART] == group and end % tokens == 0]
+            self._manager.touch(path, ours)
         return ours
 
     def _engine_spec(self, spec: Any) -> Any:

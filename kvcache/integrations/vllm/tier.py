@@ -35,8 +35,8 @@ from kvcache.integrations.vllm.settings import ENGINE_TIER_KEYS, read_tier
 from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import record_region
 from kvcache.metrics import Part
-from kvcache.tiering.controller import MAX_STEP_BLOCKS, HostBudget, TierConfig, TierController, TierJob
-from kvcache.tiers.base.tier import TierResult, describe_tier
+from kvcache.tiering.controller import HostBudget, TierConfig, TierController, TierJob
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS, TierResult, describe_tier
 
 _LOG = logging.getLogger(__name__)
 _STATS_INTERVAL_S = 1.0

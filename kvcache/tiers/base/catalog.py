@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvcache.block import READY
 from kvcache.control.pool import BlockPool
+from kvcache.specs import block_ids_of
 from kvcache.tiers.base.existence import ExistenceCache
 from kvcache.tiers.base.io_threads import Task
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvcache.request import ReqContext
-    from kvcache.specs import BlockIDsLoadStoreSpec, LoadStoreSpec
 
 MAX_QUERY_KEYS = 1024
 """Keys of one call of `exists` at most."""
@@ -204,7 +204,7 @@ class SlotCatalog(Catalog):
             middle = len(keys) // 2
             missed += keys[:middle]
             keys = keys[middle:]
-        placed, slots = output.keys_to_store, self._slots(_block_ids(output.store_spec))
+        placed, slots = output.keys_to_store, self._slots(block_ids_of(output.store_spec))
         if self._bad:
             self._bad.difference_update(output.evicted_keys)
             again = [key for key in dict.fromkeys(keys) if key in self._bad and self._is_unused(key)]
@@ -295,7 +295,7 @@ class SlotCatalog(Catalog):
         return [key for key in keys if key in held], [key for key in keys if key not in held]
 
     def _pin(self, keys: list[bytes]) -> list[int]:
-        return self._slots(_block_ids(self._blocks.pin(keys)))
+        return self._slots(block_ids_of(self._blocks.pin(keys)))
 
     def _is_unused(self, key: bytes) -> bool:
         # A block that is being rewritten has a reference. Two writers of one slot would tear it.
@@ -391,7 +391,3 @@ class RemoteCatalog(Catalog):
         self._existence.learn(lost, False, now_s)
         self._bad.update(corrupt)
         return held
-
-
-def _block_ids(spec: LoadStoreSpec) -> npt.NDArray[np.int64]:
-    return cast("BlockIDsLoadStoreSpec", spec).block_ids

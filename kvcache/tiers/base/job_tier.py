@@ -20,7 +20,7 @@ from kvcache.tiers.base.codec import make_codec
 from kvcache.tiers.base.io_threads import LOAD, QUERY, STORE, IOThreads
 from kvcache.tiers.base.lifecycle import Lifecycle, State
 from kvcache.tiers.base.medium import Medium
-from kvcache.tiers.base.tier import Tier, TierResult, TierStats, checked_host_blocks
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS, Tier, TierResult, TierStats, checked_host_blocks
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockOutcome", "JobTier", "TierBatch", "TierContents"]
 
-MAX_STEP_BLOCKS = 1024
-"""Blocks whose end one call of `get_finished` handles at most, because the scheduler waits for it."""
 _SHUTDOWN_S = 5.0
 
 

@@ -34,6 +34,9 @@ import numpy as np
 from kvcache.metrics import counter, flag, gauge
 from kvcache.options import Configurable
 
+MAX_STEP_BLOCKS = 1024
+"""Blocks that one scheduler call handles at most, for all tiers together."""
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 

@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvcache.background import after_fork
+from kvcache.files import write_all
 from kvcache.tiers.base.batch import NO_ROOM
 from kvcache.tiers.base.wear import RECORD_BYTES as WEAR_BYTES
 from kvcache.tiers.disk.header import (
@@ -481,16 +482,6 @@ class TierDirectory:
                 f"file {self.path / HEADER} is not a disk tier's header: {error}; "
                 f"without it no block can be verified: delete the directory to start afresh"
             ) from error
-
-
-def write_all(fd: int, body: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all bytes at an offset, in as many calls as it takes; raise OSError if a call writes nothing."""
-    written = os.pwrite(fd, body, offset)
-    while written < len(body):
-        more = os.pwrite(fd, memoryview(body)[written:], offset + written)
-        if not more:
-            raise OSError(errno.EIO, f"{written} of {len(body)} bytes were written")
-        written += more
 
 
 def _write_in_place(fd: int) -> None:

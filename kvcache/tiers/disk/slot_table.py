@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvcache.tiers.disk.directory import TierDirectory, write_all
+from kvcache.files import write_all
+from kvcache.tiers.disk.directory import TierDirectory
 from kvcache.tiers.disk.header import RECENCY, RECENCY_BYTES, RECORD_BYTES, RECORDS, Generation
 
 if TYPE_CHECKING:
