@@ -105,7 +105,7 @@ def test_late_requests_are_sorted(tmp_path, run):
     status, out, err = run("trace", "make", log, "-", "--time-unit", "ms")
     assert [json.loads(line)["timestamp"] for line in out.splitlines()] == [0, 1000, 2000]
     assert status == 0
-    assert "1 requests stood behind later ones: sorted by time" in err
+    assert "1 of 3 requests stood behind later ones: sorted by time" in err
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_record_without_time_arrives_second_later(tmp_path, run):
     log = write_lines(tmp_path / "log.jsonl", [{**record, "token_ids": [1, 2]} for record in records])
     status, out, _ = run("trace", "make", log, tmp_path / "trace.jsonl", "--block-size", 4)
     assert status == 0
-    assert "one without arrives a second after" in out
+    assert "requests have no time: each arrives a second after the one before it" in out
     assert "No prompt fills a block of 4 tokens" in out
     assert [line["timestamp"] for line in lines_made(log)] == [0, 1000, 3000]
 

@@ -202,6 +202,17 @@ def test_sessions_of_whole_prompts_are_read(tmp_path, planned, made):
         made(path)
 
 
+def test_ambiguous_sessions_are_refused(tmp_path, made):
+    rows = [{"session_id": "a", "timestamp": i, "input_length": n} for i, n in enumerate((100, 300))]
+    with pytest.raises(TraceError, match="may count a whole prompt or its new tokens"):
+        made(write(tmp_path / "log.jsonl", rows), skip_bad=True)
+
+
+def test_null_delay_is_none(tmp_path, planned):
+    lines = [{**line, "delay": None, "session_id": None} for line in LINES]
+    assert planned(write(tmp_path / "trace.jsonl", lines), 60) == hits_of(PROMPTS, BLOCK, 60)
+
+
 HEADER = "timestamp,conversation,turn,prompt_tokens,completion_tokens"
 
 
@@ -284,6 +295,8 @@ FOREIGN = {
     "langfuse.csv": ("id,timestamp,name,userId,input,output\n1,2,c,u,hi,x\n", f"a log of prompts: {MAKE}"),
     "counts.csv": (f"{HEADER}\n1,a,1,100,7\n", f"token counts of conversations: {MAKE}"),
     "accesses.csv": ("time,obj_id,obj_size\n1,a,1\n", f"accesses to another cache: {MAKE}"),
+    "trace.csv": ('timestamp,input_length,hash_ids\n0,16,"[1]"\n', "a trace, but not as JSONL"),
+    "chats.parquet": ("PAR1\0\0", "Parquet: duckdb"),
     "other.csv": ("a,b\n1,2\n", "CSV: "),
 }
 

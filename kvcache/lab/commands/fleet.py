@@ -234,7 +234,7 @@ def run(
     with common.Bar("reading", "%", given.quiet) as bar:
         compact = read_trace(trace, folder, bar)
     token_s = document["token_prefill_s"]
-    document["doubts"] = doubts(compact)
+    document["doubts"] = doubts(compact, trace.num_untimed)
     if split > 1:
         compact = compact.split(split)
     busy = engines_for(compact.arrivals_s, compact.num_tokens, token_s)

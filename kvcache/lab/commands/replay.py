@@ -114,7 +114,7 @@ def replay(given: ReplayOptions) -> None:
         )
         with common.Bar("reading", "%", given.quiet) as bar:
             compact = read_trace(trace, Path(folder), bar)
-        doubtful = doubts(compact)
+        doubtful = doubts(compact, trace.num_untimed)
         session.run(
             compact,
             f"{trace.name} ({trace.format})",

@@ -101,14 +101,8 @@ def make(
         )
         if made.requests and not made.blocks:
             console.print(f"No prompt fills a block of {made.block_size} tokens: give a smaller --block-size.")
-        if not made.has_times:
-            console.print(
-                "Not every record has a time: one without arrives a second after the one before it.", soft_wrap=True
-            )
-        if made.late_requests:
-            console.print(
-                f"{made.late_requests:,} requests stood behind later ones: sorted by time.", soft_wrap=True
-            )
+        for doubt in made.doubts:
+            console.print(doubt, soft_wrap=True, markup=False)
         if made.expanded_records:
             console.print(
                 f"{made.expanded_records:,} records hold a conversation of several answers: each answer is a request.",

@@ -129,6 +129,7 @@ def run(trace: TraceFile, settings: Settings, model: Model | None) -> Result:
         monotonic() - started,
         doubts(
             compact,
+            trace.num_untimed,
             1 - found[unbounded].token_hit_rate if unbounded in found else 1.0,
             (serving and serving.token_prefill_s and (serving.token_prefill_s, serving.num_engines)) or None,
         ),

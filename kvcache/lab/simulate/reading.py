@@ -36,14 +36,19 @@ def read_trace(trace: TraceFile, folder: Path, bar: common.Bar, sample: float = 
     return CompactTrace.spool(read(), trace.block_size, folder, sample, seed)
 
 
-def doubts(compact: CompactTrace, missed_share: float = 1.0, work: tuple[float, int] | None = None) -> list[str]:
+def doubts(
+    compact: CompactTrace, num_untimed: int, missed_share: float = 1.0, work: tuple[float, int] | None = None
+) -> list[str]:
     """Return what a reader must know of a trace's times: that lines were sorted, and what makes their unit doubtful.
 
-    `missed_share` of the tokens miss in a cache without limit. `work`: the prefill of a token in seconds, and engines.
+    `num_untimed` records had no time, `missed_share` of the tokens miss in a cache without limit. `work`: the prefill of
+    a token in seconds, and engines.
     """
     lines = []
     if compact.num_late:
         lines.append(f"{compact.num_late:,} of {len(compact):,} requests stood behind later ones: sorted by time")
+    if num_untimed:
+        lines.append(f"{num_untimed:,} requests have no time: each arrives a second after the one before it")
     if not len(compact):
         return lines
     first_s, last_s = float(compact.arrivals_s[0]), float(compact.arrivals_s[-1])

@@ -16,6 +16,7 @@ _LENGTHS = {
 }
 _EMPTY: tuple[Any, ...] = (None, "", "{}", "[]", [], {})
 _RULES: tuple[tuple[set[str], str], ...] = (
+    ({"hash_ids"}, "a trace, but not as JSONL: write one JSON object a line"),
     ({"custom_id", "body"}, f"a batch for OpenAI's API: jq -c .body FILE > log.jsonl, then {MAKE}"),
     ({"custom_id", "response"}, "results of a batch, which hold no prompts: take the file of its requests"),
     (
@@ -53,6 +54,8 @@ def describe(record: Mapping[str, Any] | Iterable[str]) -> str:
 
 def describe_text(line: str) -> str:
     """Return what a line that is not a JSON object is and what to do with it; "" if it is unknown."""
+    if line.startswith("PAR1"):
+        return f"Parquet: duckdb -c \"copy (from 'FILE') to 'log.jsonl' (format json)\", then {MAKE}"
     if line.startswith("["):
         return "JSON, but one value over many lines or records: jq -c '.[]' FILE > lines.jsonl"
     if line.startswith("{"):

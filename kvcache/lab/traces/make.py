@@ -14,13 +14,14 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvcache.lab.simulate.reading import doubts
 from kvcache.lab.traces.compact import CompactTrace
 from kvcache.lab.traces.files import unpacked
 from kvcache.lab.traces.formats import CONVERSATIONS, COUNTS, OBJECTS, describe, plain_name
@@ -51,8 +52,8 @@ Tokenize = Callable[[Any], Iterable[int]]
 class MadeTrace:
     """What `make_trace` has written.
 
-    `late_requests` were sorted: they came before the request on an earlier line. `expanded_records` hold a conversation
-    of several answers, each of which became a request.
+    `late_requests` stood behind later ones and were sorted. `expanded_records` hold a conversation of several answers,
+    each of which became a request. `doubts` say what a reader must know of the times.
     """
 
     block_size: int
@@ -62,7 +63,8 @@ class MadeTrace:
     skipped_records: int = 0
     late_requests: int = 0
     expanded_records: int = 0
-    has_times: bool = True
+    untimed_requests: int = 0
+    doubts: list[str] = field(default_factory=list)
 
 
 def make_trace(
@@ -110,7 +112,7 @@ def make_trace(
                 raise TraceError(f"{log}: record {number}: {error}") from error
             made.expanded_records += len(accesses) > 1
             for access in accesses:
-                made.has_times &= access.time is not None
+                made.untimed_requests += access.time is None
                 # Without times, a second between requests keeps their order.
                 last_s = last_s + 1 if access.time is None else access.time
                 made.requests += 1
@@ -122,6 +124,7 @@ def make_trace(
     with tempfile.TemporaryDirectory(prefix="kvcache-trace-") as folder:
         compact = CompactTrace.spool(requests(), block_size, Path(folder))
         made.late_requests = compact.num_late
+        made.doubts = doubts(compact, made.untimed_requests)
         for request in compact:
             line = {
                 "timestamp": round((request.arrival_s - float(compact.arrivals_s[0])) * 1000, 3),

@@ -70,8 +70,8 @@ class Closable(ABC):
 class TraceFile(Closable):
     """Requests that are read once from a file or folder: a context manager and an iterator.
 
-    `num_skipped` counts bad lines or sessions so far; `size_bytes` is the size of all files, at least 1, unknown for a
-    pipe.
+    `num_skipped` counts bad lines or sessions so far, `num_untimed` lines without a time; `size_bytes` is the size of
+    all files, at least 1, unknown for a pipe.
     """
 
     path: Path
@@ -79,6 +79,7 @@ class TraceFile(Closable):
     format: str
     block_size: int
     num_skipped: int
+    num_untimed: int = 0
     size_bytes: int
 
     @property

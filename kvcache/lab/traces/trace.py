@@ -107,6 +107,7 @@ class Trace(TraceFile):
         self.block_size = block_size or 0
         self._unit_s = TIME_UNITS[time_unit] if time_unit else 0.0
         self._last_s = -1.0
+        self.num_untimed = 0
         self._first_ids: dict[Any, Any] = {}
         self._raw, self._lines = opened or open_lines(path)
         try:
@@ -166,18 +167,19 @@ class Trace(TraceFile):
         request = read(record, block_size)
         self._check_whole(record)
         # Without times, a second between requests keeps their order.
+        self.num_untimed += math.isnan(request.arrival_s)
         now_s = self._last_s + 1 if math.isnan(request.arrival_s) else request.arrival_s * (self._unit_s or unit_s)
         self.format, self.block_size, self._last_s = name, block_size, now_s
         return replace(request, arrival_s=now_s)
 
     def _check_whole(self, record: dict[str, Any]) -> None:
         """Raise TraceError if a line holds only the new tokens of a session's turn."""
-        if "session_id" not in record and "delay" not in record:
+        session, ids, has_delay = record.get("session_id"), record["hash_ids"], record.get("delay") is not None
+        if session is None and not has_delay:
             return
-        session, ids = record.get("session_id"), record["hash_ids"]
         first = self._first_ids.setdefault(session, ids[0] if ids else None)
-        is_whole = record.get("timestamp") is not None and (not ids or first in (None, ids[0]) or session is None)
-        if "delay" in record or not is_whole:
+        is_whole = record.get("timestamp") is not None and (not ids or first in (None, ids[0]))
+        if has_delay or not is_whole:
             raise TraceError(
                 "sessions of AIPerf or Dynamo, whose lines hold only the new tokens of a turn: kvcache trace make FILE "
                 "OUT adds them up (jq -c 'del(.session_id, .delay)' if each line holds its whole prompt)"

@@ -60,6 +60,11 @@ class DeltaSessions:
         session = self._sessions.get(name)
         if session is None:
             session = self._sessions[name] = _Session(None, hash_ids[0] if hash_ids else None)
+        elif not hash_ids and record.get("delay") is None:
+            raise TraceError(
+                f"session {name!r}: input_length may count a whole prompt or its new tokens. Call session_id "
+                "conversation if it counts whole prompts; give later turns a delay if it counts new tokens"
+            )
         elif hash_ids and hash_ids[0] == session.first_id:
             raise TraceError(
                 f"the lines of session {name!r} begin with the same block, so they hold whole prompts: remove "
