@@ -24,6 +24,7 @@ from transformers.generation import LogitsProcessorList
 
 from kvcache.integrations.transformers import PrefixCache
 from kvcache.integrations.transformers import cache as cache_module
+from kvcache.integrations.transformers.layout import CACHE_ARGUMENT
 from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.lab.traces.recorded_trace import RecordedTrace
 from kvcache.recorder.format import Recording
@@ -81,7 +82,7 @@ def test_loaded_keys_and_values_are_exact(kind, dtype):
     ids = prompt_of(70)
     computed = cache.new_past()
     with torch.no_grad():
-        model(ids, past_key_values=computed)
+        model(ids, **{CACHE_ARGUMENT: computed})
     assert cache.store(ids, computed) == 4
     past, n = cache.load(ids)
     assert n == past.get_seq_length() == 64
@@ -104,13 +105,13 @@ def test_tokens_equal_those_of_same_split(kind, dtype):
     cached(cache, ids[:, :66], new=1)
     split = cache.new_past()
     with torch.no_grad():
-        model(ids[:, :66], past_key_values=split)
+        model(ids[:, :66], **{CACHE_ARGUMENT: split})
     split.crop(-18)
     assert cache.load(ids)[1] == 64
     for _ in range(2):
         scores = [
             run(ids, new=8, return_dict_in_generate=True, output_logits=True).logits
-            for run in (functools.partial(cached, cache), functools.partial(plain, model, past_key_values=split))
+            for run in (functools.partial(cached, cache), functools.partial(plain, model, **{CACHE_ARGUMENT: split}))
         ]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*scores, strict=True))
         split.crop(48 - split.get_seq_length())
@@ -263,7 +264,7 @@ def test_load_and_store_serve_own_loop():
         past, n = cache.load(ids)
         assert n == expected_n
         with torch.no_grad():
-            logits = model(ids[:, n:], past_key_values=past).logits[:, -1]
+            logits = model(ids[:, n:], **{CACHE_ARGUMENT: past}).logits[:, -1]
         assert logits.argmax().item() == plain(model, ids, new=1)[0, -1].item()
         assert cache.store(ids, past) == (2 if n == 0 else 0)
 
@@ -341,9 +342,9 @@ def test_generate_ignoring_prefix_raises(monkeypatch):
     cached(cache, IDS)
     stored = cache.stats().blocks.stored_blocks
 
-    def ignore(input_ids, past_key_values, **kwargs):
+    def ignore(input_ids, **kwargs):
         with torch.no_grad():
-            model(input_ids, past_key_values=past_key_values)
+            model(input_ids, **{CACHE_ARGUMENT: kwargs[CACHE_ARGUMENT]})
         return torch.cat([input_ids, input_ids[:, :1]], dim=1)
 
     monkeypatch.setattr(model, "generate", ignore)
@@ -356,10 +357,17 @@ def test_generate_ignoring_prefix_raises(monkeypatch):
 def test_check_release_untried_release_is_refused():
     for version in ("5.21.0", "5.22.2", transformers.__version__):
         cache_module._check_release(version)
-    for version in ("4.57.6", "5.20.2", "5.24.0.dev0", "6.0"):
-        message = f"transformers {version} has not been tried with kvcache; 5.21 to 5.23 have"
+    for version in ("4.57.6", "5.20.2", "5.26.0.dev0", "6.0", "6.25.0"):
+        message = f"transformers {version} has not been tried with kvcache; 5.21 to 5.24 have"
         with pytest.raises(RuntimeError, match=message):
             cache_module._check_release(version)
+
+
+def test_check_release_next_minor_is_logged(caplog):
+    for version in ("5.25.0", "5.25.0.dev0", "5.25.3"):
+        caplog.clear()
+        cache_module._check_release(version)
+        assert caplog.messages[0].startswith(f"transformers {version} has not been tried with kvcache; 5.21 to 5.24")
 
 
 def test_next_use_hints_reach_manager():

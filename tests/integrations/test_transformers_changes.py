@@ -15,6 +15,7 @@ from small_models import built, cached, check_answer, check_idle, padded, plain,
 from transformers.models.llama import modeling_llama
 
 from kvcache.integrations.transformers import PrefixCache
+from kvcache.integrations.transformers.layout import CACHE_ARGUMENT
 
 IDS = prompt_of(60)
 FIRST = int(IDS[0, 0])
@@ -305,11 +306,16 @@ def test_generate_after_change_uses_changed_model(kind, name, monkeypatch):
         with torch.no_grad():
             change(model)
     with context:
+        if kind == "context" and CACHE_ARGUMENT == "cache":
+            # From 5.24 on, autocast computes keys in another dtype than before.
+            with pytest.raises(ValueError, match="make another PrefixCache for it"):
+                cached(cache, IDS, new=8)
+            cache = PrefixCache(model, num_blocks=64)
         expected = check_answer(cache, IDS, new=8)
         check_answer(cache, IDS, new=8)
         past, n = cache.load(IDS)
         assert n == 48
-        assert model(IDS[:, n:], past_key_values=past).logits[0, -1].argmax() == expected[0, 60]
+        assert model(IDS[:, n:], **{CACHE_ARGUMENT: past}).logits[0, -1].argmax() == expected[0, 60]
     assert cache.stats().loaded_tokens >= 2 * 32
 
 
@@ -334,7 +340,7 @@ def test_hidden_change_hides_old_blocks(model, cache):
     past, n = cache.load(IDS)
     assert (n, past.get_seq_length(), cache.stats().rejected_hits, cache.stats().loaded_tokens) == (0, 0, 1, 0)
     with torch.no_grad():
-        model(IDS, past_key_values=past)
+        model(IDS, **{CACHE_ARGUMENT: past})
     assert cache.store(IDS, past) == 3
     assert cache.load(IDS)[1] == 48
 

@@ -6,6 +6,7 @@ import transformers
 from small_models import built, model_of, prompt_of
 
 from kvcache.integrations.transformers import PrefixCache
+from kvcache.integrations.transformers.layout import CACHE_ARGUMENT
 
 SMALL = {"hidden_size": 32, "head_dim": 8, "pad_token_id": 0}
 # Two layers, keys and values, two heads, 8 floats of 4 bytes; 16 tokens.
@@ -152,7 +153,7 @@ def test_padding_without_mask_is_refused(cache):
         ({"token_healing": True}, r"generate\(token_healing=True\) is not supported"),
         *[
             ({name: "any"}, rf"generate\({name}=...\) is not supported: block keys depend")
-            for name in ("assistant_model", "past_key_values", "inputs_embeds", "position_ids", "pixel_values")
+            for name in ("assistant_model", "cache", "past_key_values", "inputs_embeds", "position_ids", "pixel_values")
         ],
     ],
 )
@@ -175,7 +176,7 @@ def test_store_of_foreign_past_is_refused(cache):
     ids = ids_of(1, 40)
     filled = cache.new_past()
     with torch.no_grad():
-        cache.model(ids, past_key_values=filled)
+        cache.model(ids, **{CACHE_ARGUMENT: filled})
     other, wide, half = (
         PrefixCache(built(**{**SMALL, **changes}), num_blocks=4)
         for changes in ({"num_hidden_layers": 1}, {"head_dim": 16}, {"dtype": torch.float16})
@@ -198,8 +199,8 @@ def test_store_past_dropped_window_is_refused():
     ids = ids_of(1, 40)
     whole, short = (transformers.DynamicCache(config=cache.model.config) for _ in range(2))
     with torch.no_grad():
-        cache.model(ids, past_key_values=whole)
-        cache.model(ids[:, :15], past_key_values=short)
+        cache.model(ids, **{CACHE_ARGUMENT: whole})
+        cache.model(ids[:, :15], **{CACHE_ARGUMENT: short})
     with pytest.raises(ValueError, match=r"got \(1, 2, 15, 16\); its window has dropped the rest"):
         cache.store(ids, whole)
     assert cache.store(ids[:, :15], short) == 0

@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import GenerationMixin
 
 # It stores nothing: the layer reads keys and values of another one, or has no attention. Absent before 5.23.
 _DummyLayer = getattr(cache_utils, "DummyLayer", None)
+# Renamed in 5.24, where the old name warns.
+_PARAMETERS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_ARGUMENT = "cache" if "cache" in _PARAMETERS else "past_key_values"
 _SUPPORTED_LAYERS = (_DummyLayer, DynamicLayer, DynamicSlidingWindowLayer)
 
 
@@ -74,7 +78,7 @@ def run(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, past:
     missing = input_ids.shape[1] - past.get_seq_length()
     model(
         **model.prepare_inputs_for_generation(
-            input_ids, next_sequence_length=missing, past_key_values=past, use_cache=True, **options
+            input_ids, next_sequence_length=missing, use_cache=True, **{CACHE_ARGUMENT: past}, **options
         )
     )
 
