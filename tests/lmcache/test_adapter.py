@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from l2_harness import Harness, MemoryObject, answer, content, object_key
 from lmcache.v1.distributed import l1_manager, storage_manager
+from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 
 from kvcache.integrations.lmcache import locks, names
 from kvcache.tiers.disk.block_store import BlockStore
@@ -439,17 +440,14 @@ def test_unlock_ends_oldest_lock(harness, later):
     assert (l2.adapter.report_status()["num_locked"], l2.adapter.report_status()["lapsed_locks"]) == (0, 1)
 
 
-def test_locks_last_as_long_as_lmcaches(harness, later):
-    manager = SimpleNamespace(_read_ttl_seconds=20)  # as in the function of LMCache that makes the adapter
-    assert manager
-    l2 = harness()
-    l2.store(objects([0]))
-    l2.look_up([object_key(0)])
-    later(21)
-    assert l2.adapter.report_status()["lapsed_locks"] == 1
-
-
-def test_l1_manager_has_read_ttl():
-    """The name that an adapter reads."""
+def test_locks_last_as_long_as_lmcaches(tmp_path):
+    """LMCache makes the adapter, for an L1 whose locks last 20 s."""
+    config = PluginL2AdapterConfig(
+        "kvcache.integrations.lmcache", "KVCacheL2", {"kind": "disk", "path": str(tmp_path), "capacity": "9MiB"}
+    )
+    l1 = SimpleNamespace(_read_ttl_seconds=20, get_l1_memory_desc=lambda: None)
+    maker = SimpleNamespace(_l1_by_tag={config.affinity_tag: l1}, _next_adapter_id=0)
+    _, adapter, _ = storage_manager.StorageManager._build_l2_adapter(maker, config)
+    assert adapter._locks._ttl_s == 20
+    adapter.close()
     assert "self._read_ttl_seconds = config.read_ttl_seconds" in inspect.getsource(l1_manager.L1Manager)
-    assert "manager = self._l1_by_tag" in inspect.getsource(storage_manager.StorageManager._build_l2_adapter)

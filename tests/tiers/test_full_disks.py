@@ -221,3 +221,13 @@ def test_other_failures_withhold_no_slot(bench, limited):
     limited(8 * 4096)
     assert len(store_each(tier, bench.keys(*range(8)))) == 8
     assert tier.stats().num_held == 8
+
+
+def test_system_without_allocation_uses_space(bench, limited, monkeypatch):
+    """A file system that reserves no space is a sparse one."""
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **options: SimpleNamespace(fallocate=lambda *_: -1))
+    monkeypatch.setattr("ctypes.get_errno", lambda: errno.EOPNOTSUPP)
+    tier = bench.open(num_blocks=40)
+    limited(6 * 4096)
+    assert store_each(tier, bench.keys(*range(30)))[-1] == b"key-29"
+    assert tier.stats().num_held == 6
