@@ -21,6 +21,7 @@ import numpy as np
 from kvcache.background import after_fork
 from kvcache.block import ASK_AGAIN, READY
 from kvcache.control.manager import Keys, OffloadingManager
+from kvcache.epoch import Epoch, without_weights
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats, NodeStats, Part
 from kvcache.node import protocol
@@ -64,12 +65,14 @@ def greeting(
     """Return the identity of a client, for its greeting.
 
     `engine` is the id of the engine, `identity` what makes its blocks different from others (with ``num_blocks``,
-    ``block_bytes`` and ``block_size``), `options` those of the owner, `rank` the worker's, -1 for a scheduler, and
+    ``block_bytes`` and ``block_size``; engines whose ``weights`` differ use one pool, and share no block), `options`
+    those of the owner, `rank` the worker's, -1 for a scheduler, and
     `num_workers` the number of workers that must have been registered before the scheduler.
     """
+    epoch = Epoch.of(identity)
     return {
-        "version": protocol.VERSION, "engine": engine, "identity": dict(identity), "options": dict(options),
-        "rank": rank, "num_workers": num_workers,
+        "version": protocol.VERSION, "engine": engine, "identity": without_weights(identity), "options": dict(options),
+        "rank": rank, "num_workers": num_workers, "epoch": epoch.digest().hex() if epoch.weights else "",
     }  # fmt: skip
 
 
@@ -123,7 +126,6 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._last_number = 1
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._hints = HintReader()
-        self._due_reset: list[str | int | None] = []
         self.refusal = ""
         # Its messages would mix with those of its parent.
         after_fork(self, NodeManager._leave)
@@ -225,11 +227,12 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._link.flush()
 
     def reset_cache(self, version: str | int | None = None) -> None:
-        """Empty the pool for all engines of the node.
+        """Leave the blocks of this engine's weights to other engines, and begin those of `version`, or private ones.
 
         Slots of this engine's running copies are returned after the first copy that begins later: workers finish the
         older ones before it. While the owner cannot be reached, every look-up misses.
         """
+        epoch = Epoch.after_reset(self.version_of_reset(version)).digest()
         for req_context, prompt in list(self._prompts.items()):
             if prompt.num_loads or prompt.writing:
                 self._stale.append(prompt)
@@ -237,8 +240,12 @@ class NodeManager(LastLookUp, OffloadingManager):
             else:
                 prompt.release(self._link)
         self.remember(None, None)
-        self._due_reset = [version]
-        self._reset()
+        # An owner that is greeted later is told, too.
+        self._link.hello["epoch"] = epoch.hex()
+        if self._link.ask(protocol.RESET, 0, 0, epoch) is None:
+            # Behind a lost reset, look-ups would find old blocks.
+            self._link.close()
+        self._send_prompts_again()
 
     def reorder(self, req_context: ReqContext) -> None:
         """Done by the owner with each store."""
@@ -322,21 +329,14 @@ class NodeManager(LastLookUp, OffloadingManager):
             self.refusal = frame.payload.decode()
             _LOG.error("the pool of this node refuses this engine, which goes on without: %s", self.refusal)
             return
+        self._send_prompts_again()
+
+    def _send_prompts_again(self) -> None:
         for prompt in self._prompts.values():
             # The owner has a new list of requests, without their prompts.
             prompt.keys, prompt.places = [], None
             if not prompt.held.keys:
                 prompt.forget()
-        self._reset()
-
-    def _reset(self) -> None:
-        if not self._due_reset:
-            return
-        if self._link.ask(protocol.RESET, 0, 0, json.dumps(self._due_reset[0]).encode()):
-            self._due_reset = []
-        else:
-            # Behind a lost reset, look-ups would find old blocks. So it is sent again before any of them.
-            self._link.close()
 
 
 _COUNTS = ("loaded_blocks", "stored_blocks", "rejected_stores", "failed_blocks", "missed_blocks")

@@ -17,12 +17,14 @@ from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.node import protocol
 from kvcache.node.batch import count_leases
 from kvcache.node.ledger import OWNER, Ledger, PoolLedger
-from kvcache.node.protocol import Frame, pack, unpack_json, unpack_keys, unpack_slots
+from kvcache.node.protocol import EPOCH_BYTES, Frame, pack, unpack_json, unpack_keys, unpack_slots
 from kvcache.request import ReqContext, Retention, parse_hint
 from kvcache.tiering.manager import TieredOffloadingManager
 
 MAX_SHARE = 0.5
 """Share of the pool that the leases of one engine may hold."""
+_STEP_SLOTS = 4096
+"""Slots that one step looks through for blocks of an epoch without engines."""
 
 
 class Lease:
@@ -54,12 +56,20 @@ class EngineLeases:
 
     def __init__(self, number: int, num_slots: int) -> None:
         self.number = number
+        # Precedes its keys in the pool: engines with other weights have other blocks.
+        self.epoch = b""
+        self.may_hold_left = False
         self.leases: defaultdict[int, Lease] = defaultdict(Lease)
         # By slot, the key that the engine writes; empty if a reset has forgotten it.
         self.writing: dict[int, bytes] = {}
         self.num_held = 0
         self.num_shared_hits = self.num_round_trips = self.num_outages = 0
         self.counts = np.zeros(num_slots, np.uint32)
+
+    def holds_left(self) -> bool:
+        """Return whether the engine holds or writes slots of an epoch that it has left."""
+        keys = [lease.held_keys[0] for lease in self.leases.values() if lease.held_keys]
+        return not all(key.startswith(self.epoch) for key in (*keys, *self.writing.values()))
 
 
 class NodeLeases:
@@ -78,6 +88,8 @@ class NodeLeases:
         # Other look-ups do without end positions, and the engine waits for their answers.
         self._reads_ends = manager.pool.policy.reads_clock or isinstance(manager, TieredOffloadingManager)
         self._hooks = PoolLedger(manager.pool, ledger, self._leave_blocks)
+        # Epochs without an engine, and the first slot that was not searched for their blocks.
+        self._left: dict[bytes, int] = {}
 
     @property
     def num_withheld(self) -> int:
@@ -131,6 +143,33 @@ class NodeLeases:
         kept = {slot for _, _, slots in requests for slot in slots}
         self._end_stores(engine, [slot for slot in writing if slot not in kept], None, False)
 
+    def enter(self, engine: EngineLeases, epoch: bytes) -> None:
+        """Begin an epoch for an engine, which sends its prompts again. ValueError: it is not an epoch."""
+        if len(epoch) not in (0, EPOCH_BYTES):
+            raise ValueError(f"an epoch has {EPOCH_BYTES} bytes, got {epoch!r}")
+        left, engine.epoch = engine.epoch, epoch
+        engine.may_hold_left = True
+        if left != epoch:
+            for lease in engine.leases.values():
+                lease.keys.clear()
+        self._leave(left)
+        self._left.pop(epoch, None)
+
+    def _leave(self, epoch: bytes) -> None:
+        if epoch and all(engine.epoch != epoch for engine in self.engines.values()):
+            self._left[epoch] = 0
+
+    def step(self) -> None:
+        """Let some blocks of an epoch without engines be evicted first."""
+        if self._left:
+            epoch, first = next(iter(self._left.items()))
+            slots = self.ledger.slots_of(epoch, first, _STEP_SLOTS)
+            if len(slots):
+                self.manager.hint(self.ledger.keys_of(slots), "end")
+            self._left[epoch] = first + _STEP_SLOTS
+            if self._left[epoch] >= self.num_slots:
+                del self._left[epoch]
+
     def bury(self, number: int) -> None:
         """Return everything that an engine holds: all of its processes have ended."""
         engine = self.engines.pop(number)
@@ -139,6 +178,7 @@ class NodeLeases:
             self.manager.on_request_finished(lease.context)
         self._end_stores(engine, list(engine.writing), None, False)
         self.ledger.drop_engine(number)
+        self._leave(engine.epoch)
 
     def apply(self, engine: EngineLeases, frame: Frame) -> bytes | None:
         """Apply one message, and return the answer, if it has one. ValueError or struct.error: it is invalid."""
@@ -148,8 +188,7 @@ class NodeLeases:
         if op == protocol.OFFER:
             return self._offer(engine, frame)
         if op == protocol.RESET:
-            self.manager.reset_cache(unpack_json(frame.payload))
-            self._hooks.forget()
+            self.enter(engine, frame.payload)
             return pack(protocol.DONE, 0, request)
         if op == protocol.OPEN:
             engine.leases.setdefault(request, Lease(parse_hint(unpack_json(frame.payload))))
@@ -175,7 +214,7 @@ class NodeLeases:
         """Add the keys of a message, if it has any, to those of its request's prompt."""
         lease = engine.leases[frame.request]
         if len(frame.payload) > first:
-            keys, ends = unpack_keys(frame.payload, frame.key_bytes, first)
+            keys, ends = unpack_keys(frame.payload, frame.key_bytes, first, engine.epoch)
             lease.keys += keys
             if len(ends):
                 lease.unread_ends.append((keys, ends))
@@ -241,9 +280,9 @@ class NodeLeases:
         return pack(protocol.HELD, state, request, payload)
 
     def _is_recovering(self, engine: EngineLeases) -> bool:
-        """Return whether an engine has slots from before a reset. It returns them after its next copy."""
-        withheld = [*self._hooks.withheld]
-        return bool(withheld) and bool(engine.counts[withheld].any())
+        """Return whether an engine has slots from before its reset. It returns them after its next copy."""
+        engine.may_hold_left = engine.may_hold_left and engine.holds_left()
+        return engine.may_hold_left
 
     def _room(self, engine: EngineLeases) -> int:
         """Return how many more slots an engine may hold or write: at most half of the pool in all.
@@ -251,15 +290,15 @@ class NodeLeases:
         The last slots are for engines that recover from a reset, half of what is left for each: without a copy, their
         slots from before would never come back.
         """
-        pool, withheld = self.manager.pool, [*self._hooks.withheld]
-        num_left = self.num_slots - pool.num_referenced - pool.num_pending - len(withheld)
+        pool = self.manager.pool
+        num_left = self.num_slots - pool.num_referenced - pool.num_pending - self.num_withheld
         if self._is_recovering(engine):
             return min(self._limit, (num_left + 1) // 2)
         return min(self._limit - engine.num_held - len(engine.writing), num_left - self._reserve)
 
     def _offer(self, engine: EngineLeases, frame: Frame) -> bytes:
         """Reserve slots for the absent blocks of a store."""
-        offered, _ = unpack_keys(frame.payload, frame.key_bytes)
+        offered, _ = unpack_keys(frame.payload, frame.key_bytes, epoch=engine.epoch)
         keys, lease = offered, engine.leases[frame.request]
         output = None
         room = self._room(engine)

@@ -127,6 +127,13 @@ class Ledger:
         """Record that an engine holds slots no longer."""
         self.readers[slots] &= ~np.uint64(1 << engine)
 
+    def slots_of(self, epoch: bytes, first: int, num_slots: int) -> Any:
+        """Return those of `num_slots` slots from `first` on that hold ready blocks of an epoch."""
+        part = slice(first, first + num_slots)
+        starts = self.key[part].view(np.uint8).reshape(-1, MAX_KEY_BYTES)[:, : len(epoch)]
+        is_of_epoch = (starts == np.frombuffer(epoch, np.uint8)).all(axis=1) & (self.state[part] == READY)
+        return first + np.flatnonzero(is_of_epoch)
+
     def keys_of(self, slots: Iterable[int]) -> list[bytes]:
         """Return the keys of slots."""
         return [self.key[slot].item()[: self.key_bytes[slot]] for slot in slots]

@@ -194,6 +194,8 @@ class Owner:
                 self._on_process_end(fd, source)
             elif source is not None:
                 self._serve(source)
+        if self.pool is not None:
+            self.pool.leases.step()
         if self.pool is not None and self.pool.has_tiers:
             self.pool.manager.on_schedule_end()
         if self._living_engines():
@@ -361,6 +363,7 @@ class Owner:
                 if isinstance(other, Connection) and other.engine is engine and other is not connection:
                     self._drop(other)
             leases.resume(engine, requests if is_known else [])
+            leases.enter(engine, bytes.fromhex(hello["epoch"]))
             connection.engine, engine.num_outages = engine, int(hello.get("outages", 0))
             connection.reader.max_bytes = protocol.MAX_FRAME_BYTES
         answer = {"number": number, "pool_id": self.pool.ledger.pool_id, "pid": os.getpid(), "inode": self.pool.inode}

@@ -24,7 +24,9 @@ from kvcache.node.batch import MAX_KEY_BYTES
 from kvcache.options import without_secrets
 from kvcache.transfer.shared_file import make_private, private_folder
 
-VERSION = 2
+VERSION = 3
+EPOCH_BYTES = 8
+"""Of the epoch of an engine's weights, which precedes its keys in the pool; empty for a model without known weights."""
 HEAD = struct.Struct("<IBBHI")
 """Bytes behind this field, operation, flag, bytes of one key, and the client's number of the request."""
 MAX_FRAME_BYTES = 64 << 20
@@ -82,9 +84,12 @@ class FrameReader:
             del buffer[:start]
 
 
-def unpack_keys(payload: bytes, key_bytes: int, first: int = 0) -> tuple[list[bytes], np.ndarray[Any, Any]]:
-    """Return the keys and the end positions that `pack_keys` wrote from byte `first` on.
+def unpack_keys(
+    payload: bytes, key_bytes: int, first: int = 0, epoch: bytes = b""
+) -> tuple[list[bytes], np.ndarray[Any, Any]]:
+    """Return the keys, behind `epoch`, and the end positions that `pack_keys` wrote from byte `first` on.
 
+    With an epoch, a key has `MAX_KEY_BYTES` at most: of a longer one, the end is left, with 24 bytes of a block's hash.
     ValueError: the payload has another length.
     """
     if not 1 <= key_bytes <= MAX_KEY_BYTES or len(payload) < first + 4:
@@ -94,7 +99,14 @@ def unpack_keys(payload: bytes, key_bytes: int, first: int = 0) -> tuple[list[by
     if num_left not in (0, 4 * num_keys):
         raise ValueError(f"a list of {num_keys} keys of {key_bytes} bytes has {len(payload) - first} bytes")
     ends = np.frombuffer(payload, "<u4", num_left // 4, first + 4)
-    return np.frombuffer(payload, f"V{key_bytes}", num_keys, first + 4 + num_left).tolist(), ends
+    keys = np.frombuffer(payload, f"V{key_bytes}", num_keys, first + 4 + num_left)
+    if epoch:
+        rows = np.empty((num_keys, min(len(epoch) + key_bytes, MAX_KEY_BYTES)), np.uint8)
+        num_kept = rows.shape[1] - len(epoch)
+        rows[:, : len(epoch)] = np.frombuffer(epoch, np.uint8)
+        rows[:, len(epoch) :] = keys.view(np.uint8).reshape(num_keys, key_bytes)[:, key_bytes - num_kept :]
+        keys = rows.reshape(-1).view(f"V{rows.shape[1]}")
+    return keys.tolist(), ends
 
 
 def unpack_slots(payload: bytes) -> list[int]:

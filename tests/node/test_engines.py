@@ -11,7 +11,6 @@ from node_harness import key_of, prompt, turn, wait_for
 from kvcache import CPUOffloadingManager, ReqContext, Retention
 from kvcache.node import protocol
 from kvcache.node.batch import HeldBlocks, pack_keys
-from kvcache.tiering.manager import TieredOffloadingManager
 
 HERE = Path(__file__)
 
@@ -187,33 +186,64 @@ def test_hybrid_blocks_return_from_tier(node):
     node.check()
 
 
-@pytest.mark.parametrize("dies", [False, True])
-def test_draining_reset_forgets_stores(node, dies, monkeypatch):
-    """Stores from before a reset that waits for a tier's jobs never become ready, also not after the owner's death."""
-    monkeypatch.setattr("kvcache.node.client._RETRY_S", 0)
-    options = {"cache_policy": "lru", "tiers": [{"type": "memory", "capacity": "4KiB"}]}
-    node = node(64, options)
-    writer, other = node.engine("a"), node.engine("b")
-    stores = [prompt(document, 4) for document in (1, 2)]
-    for keys, context in stores:
-        assert writer.prepare_store(keys, context).keys_to_store == keys
-    with monkeypatch.context() as patch:
-        patch.setattr(TieredOffloadingManager, "_open_again", lambda manager: None)
-        other.reset_cache()
-        writer.complete_store(*stores[0])
-        assert writer.owner_figures() is not None
-        if dies:
-            node.stop()
-    if dies:
-        node.start()
-        for engine in (writer, other):
-            engine.status(key_of(99, 0), ReqContext())
-            wait_for(lambda engine=engine: engine.on_schedule_end() or engine._link.is_ready)
-    wait_for(lambda: node.owner.pool.manager._is_open)
-    writer.complete_store(*stores[1])
-    assert [writer.owner_figures() and other.lookup(keys, ReqContext()) for keys, _ in stores] == [0, 0]
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("version", [None, 7])
+def test_reset_leaves_blocks_of_others(node, version, restarts):
+    node = node(64)
+    engine, other = node.engine("a", weights="sha256:a"), node.engine("b", weights="sha256:a")
+    named = node.engine("c", weights="version:7")
+    turn(engine, *prompt(1, 4))
+    held = prompt(1, 4)
+    assert other.lookup(*held) == 4
+    engine.reset_cache(version)
+    if restarts:
+        node.restart()
+    assert other.prepare_load(*held).block_ids.tolist() == [0, 1, 2, 3]
+    other.complete_load(*held)
+    assert (turn(engine, *prompt(1, 5)), turn(other, *prompt(1, 4))) == (0, 4)
+    turn(other, *prompt(2, 3))
+    hits = [[reader.lookup(*prompt(document, 5)) for document in (1, 2)] for reader in (engine, other, named)]
+    assert hits == [[5, 0], [4, 3], [5 if version else 0, 0]]
+    other.reset_cache(version)
+    assert [other.lookup(*prompt(document, 5)) for document in (1, 2)] == [5 if version else 0, 0]
+    late = node.engine("d", weights="sha256:a")
+    assert [late.lookup(*prompt(document, 5)) for document in (1, 2)] == [4, 3]
     node.check()
-    assert node.owner.pool.manager.pool.num_free == 64
+
+
+def test_store_overtaken_by_reset_is_dropped(node):
+    node = node(64)
+    engine, other = (node.engine(name, weights="sha256:a") for name in "ab")
+    keys, context = prompt(1, 4)
+    assert engine.prepare_store(keys, context).keys_to_store == keys
+    engine.reset_cache()
+    engine.complete_store(keys, context)
+    # The worker may still write to the slots, until a later copy has ended.
+    assert engine.owner_figures()["num_free"] == 60
+    turn(engine, *prompt(2, 1))
+    assert engine.owner_figures()["num_free"] == 63
+    assert [reader.lookup(*prompt(1, 4)) for reader in (engine, other)] == [0, 0]
+    node.check()
+
+
+@pytest.mark.parametrize("ends", ["reset", "process"])
+def test_left_epoch_is_evicted_first(node, ends):
+    node = node(16)
+    engine, other = node.engine("a", weights="sha256:a"), node.engine("b", weights="sha256:b")
+    turn(other, *prompt(1, 4))
+    engine.reset_cache()
+    # The most recent blocks.
+    for document in (2, 3):
+        turn(engine, *prompt(document, 4))
+    if ends == "reset":
+        engine.reset_cache("v7")
+    else:
+        engine.owner_figures()
+        node.leases.bury(engine.number)
+    wait_for(lambda: not node.leases._left)
+    for document in (4, 5, 6):
+        turn(other, *prompt(document, 4))
+    assert [turn(other, *prompt(document, 4)) for document in (1, 4, 5, 6)] == [4] * 4
 
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
@@ -256,29 +286,6 @@ def test_slot_of_two_requests_counts_once(node):
     assert node.leases.engines[engine.number].num_held == 0
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-def test_request_finds_blocks_after_reset(node, restarts):
-    node = node(64)
-    engine, other, third = map(node.engine, "abc")
-    turn(engine, *prompt(1, 4))
-    loads = [(reader, *prompt(1, 4)) for reader in (engine, other)]
-    for reader, keys, context in loads:
-        assert reader.lookup(keys, context) == 4
-        reader.prepare_load(keys, context)
-    third.reset_cache()
-    if restarts:
-        node.restart()
-    # The slots are withheld until both requests have given them back.
-    for reader, keys, context in loads:
-        assert third.owner_figures()["num_free"] == 60
-        reader.complete_load(keys, context)
-        assert reader.owner_figures() is not None
-    assert third.owner_figures()["num_free"] == 64
-    turn(third, *prompt(1, 4))
-    assert engine.lookup(*loads[0][1:]) == 4
-    node.check()
-
-
 def test_running_load_hides_no_reset(node):
     node = node(64)
     engine, (keys, context) = node.engine("a"), prompt(1, 4)
@@ -292,9 +299,10 @@ def test_running_load_hides_no_reset(node):
     engine.complete_load(keys, context)
     assert [engine.status(key, context) for key in keys] == [0] * 4
     assert engine.lookup(*waiting) == 0
-    # The end of the next copy returns the slots.
+    # The end of the next copy returns the slots, and the blocks from before the reset stay.
     turn(engine, *prompt(3, 8))
-    assert engine.owner_figures()["num_free"] == 64 - 8
+    assert engine.owner_figures()["num_free"] == 64 - 8 - 4
+    assert engine.owner_figures()["num_referenced"] == 0
     node.check()
 
 

@@ -100,7 +100,7 @@ def test_reset_of_late_owner_comes_first(node, monkeypatch):
             wait_for(lambda: engine.on_schedule_end() or engine._link.is_answering)
             assert engine.lookup(*prompt(1, 8)) == 0
         engine._link._patience_s = 10
-        assert engine.owner_figures()["num_free"] == 64
+        assert engine.owner_figures()["num_referenced"] == 0
         turn(engine, *prompt(1, 8))
         engine._link._patience_s = 0.05
 

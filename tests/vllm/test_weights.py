@@ -1,9 +1,15 @@
 """Weights that change in a running engine: every token is that of an engine with the same weights and no cache."""
 
+import os
+import shutil
+import signal
+
 import pytest
+from engine_process import running, scale
 from engine_tiering import tier_config
 
-from kvcache.exporters.status import ask, name_next_version
+from kvcache.exporters.status import ask, default_folder, name_next_version
+from kvcache.node.protocol import node_folder
 
 pytestmark = pytest.mark.slow
 OURS = {"cpu_bytes_to_use": 64 << 20}
@@ -13,12 +19,6 @@ OURS = {"cpu_bytes_to_use": 64 << 20}
 def prompts(tokens):
     """Two prompts of 20 blocks and a token."""
     return [tokens(9000 + number, 641) for number in range(2)]
-
-
-def scale(model):
-    """Update the weights in place; the engine may have packed those of its matrices."""
-    for layer in model.model.layers:
-        layer.input_layernorm.weight.data.mul_(-2)
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +98,34 @@ def test_engines_own_tier_forgets_on_request(boot, models, prompts, right, tmp_p
         assert engine.ask_each(prompts) == (after, [0, 0])
     with boot(models["llama"], config) as engine:
         assert engine.ask_each(prompts) == (before, [0, 0])
+
+
+@pytest.fixture
+def pool_name(tmp_path):
+    name = f"test-{tmp_path.name[-20:]}-{os.getpid()}"
+    yield name
+    shutil.rmtree(node_folder(name))
+
+
+def test_engines_of_node_keep_their_weights(models, prompts, right, pool_name):
+    before, after = right
+    config = {**OURS, "node_pool": pool_name, "exporters": ["status"]}
+    with running(models["llama"], config) as first, running(models["llama"], config) as second:
+        assert first.call("ask", prompts[:1]) == (before[:1], [0])
+        assert second.call("ask", prompts[:1]) == (before[:1], [640])
+        first.call("scale")
+        first.call("drop_device_cache", True)
+        assert first.call("ask", prompts[:1]) == (after[:1], [0])
+        # Not updated yet, it loads the blocks of its weights, and stores others.
+        second.call("drop_device_cache")
+        assert second.call("ask", prompts) == (before, [640, 0])
+        assert first.call("ask", prompts[1:]) == (after[1:], [0])
+        first.call("drop_device_cache")
+        assert first.call("ask", prompts) == (after, [640, 640])
+        second.call("scale")
+        for engine in (first, second):
+            ask(default_folder() / f"status-{engine.pid}.sock", "next_version", version="step-1")
+            engine.call("drop_device_cache", True)
+        assert first.call("ask", prompts) == (after, [0, 0])
+        assert second.call("ask", prompts) == (after, [640, 640])
+        os.kill(first.call("owner_figures")["pid"], signal.SIGTERM)

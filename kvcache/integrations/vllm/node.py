@@ -18,12 +18,16 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 from vllm.v1.kv_offload.base import LookupResult
 
+from kvcache.assembly.assemble import OffloadSettings, open_exporters
+from kvcache.control.telemetry import Telemetry
+from kvcache.exporters.status import StatusServer
 from kvcache.integrations.vllm.identity import fingerprint
 from kvcache.integrations.vllm.manager import RESULTS, EngineRequest, KVCacheOffloadingManager
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.settings import node_options
 from kvcache.node.client import MappedPool, NodeManager, greeting, register_worker
 from kvcache.node.protocol import node_folder
+from kvcache.version import __version__
 
 # Linux 5.14; Python knows its name only if it was built against it.
 _MADV_POPULATE_WRITE = getattr(mmap, "MADV_POPULATE_WRITE", 23)
@@ -103,6 +107,10 @@ def open_node_manager(spec: Any, block_tokens: int, vllm_config: Any) -> NodeKVC
         raise ValueError("KV events do not work with 'node_pool'; leave out --kv-events-config")
     folder, hello = _greeting(spec, block_tokens, vllm_config, -1)
     manager = NodeManager(folder, hello, num_groups=len(spec.config.groups))
+    if any(component.cls is StatusServer for component in spec.settings.exporters):
+        # The other exporters are the owner's. The version of the next reset is this engine's, at a socket of its own.
+        manager.telemetry = Telemetry(manager, block_bytes=spec.block_bytes, config={"version": __version__})
+        open_exporters(OffloadSettings.parse({"exporters": ["status"]}), manager.telemetry)
     return NodeKVCacheOffloadingManager(manager, folder)
 
 
