@@ -1,7 +1,7 @@
-"""What the engines of a node hold of its pool: their messages, applied to the manager and to the ledger.
+"""The slots that engines read and write: messages of engines change the manager and the ledger here.
 
-A lease has no clock. It ends when the engine releases it, or when every process of the engine has ended: until then a
-worker may still copy. An expired lease would mean wrong bytes.
+A lease has no time limit: a worker may still copy, and a slot that is lent again too early means wrong bytes. A lease
+ends when the engine releases it, or when every process of the engine has ended.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _STEP_SLOTS = 4096
 
 
 class Lease:
-    """The leases of one request of one engine: `held_keys` in `held_slots`. `keys` are those of its prompt."""
+    """The leases of one request of one engine: it may read `held_keys` in `held_slots`. `keys` is its prompt."""
 
     __slots__ = ("context", "held_keys", "held_slots", "is_stale", "keys", "unread_ends")
 
     def __init__(self, retention: Retention | None = None) -> None:
         self.context = ReqContext(retention=retention)
         self.keys: list[bytes] = []
-        # Keys and end positions that the context does not have yet.
+        # Keys and end positions that arrived, but are not in the context yet: most policies never need them.
         self.unread_ends: list[tuple[list[bytes], np.ndarray[Any, Any]]] = []
         self.held_keys: list[bytes] = []
         self.held_slots: np.ndarray[Any, Any] = np.empty(0, np.int64)
-        # Taken before a reset: the slots are withheld, and hold no block.
+        # A reset has come since. The slots hold no block any more, and are withheld until they are released.
         self.is_stale = False
 
     def read_ends(self) -> ReqContext:
@@ -60,10 +60,11 @@ class EngineLeases:
         self.epoch = b""
         self.may_hold_left = False
         self.leases: defaultdict[int, Lease] = defaultdict(Lease)
-        # By slot, the key that the engine writes; empty if a reset has forgotten it.
+        # The key that the engine writes to each slot, or b"" if a reset has come since.
         self.writing: dict[int, bytes] = {}
         self.num_held = 0
         self.num_shared_hits = self.num_round_trips = self.num_outages = 0
+        # Leases of each slot: several requests may read it.
         self.counts = np.zeros(num_slots, np.uint32)
 
     def holds_left(self) -> bool:
@@ -85,7 +86,7 @@ class NodeLeases:
         self.num_slots = len(ledger.state)
         self._limit = max(1, int(MAX_SHARE * self.num_slots))
         self._reserve = max(1, self.num_slots // 16)
-        # Other look-ups do without end positions, and the engine waits for their answers.
+        # Only these need end positions before a look-up is answered. Others read them later: the engine waits.
         self._reads_ends = manager.pool.policy.reads_clock or isinstance(manager, TieredOffloadingManager)
         self._hooks = PoolLedger(manager.pool, ledger, self._leave_blocks)
         # Epochs without an engine, and the first slot that was not searched for their blocks.
@@ -97,7 +98,7 @@ class NodeLeases:
         return len(self._hooks.withheld)
 
     def add_engine(self, number: int) -> EngineLeases:
-        """Return the leases of an engine. Of one that is not known they are those in the ledger."""
+        """Return the leases of an engine. If it is new here, its leases are read from the ledger."""
         if number in self.engines:
             return self.engines[number]
         engine = self.engines[number] = EngineLeases(number, self.num_slots)
@@ -133,7 +134,7 @@ class NodeLeases:
                 if lease.is_stale:
                     withheld.update(read)
                 self._hold(engine, lease, [] if lease.is_stale else self.ledger.keys_of(read), np.array(read, np.int64))
-        # After a restart, the ledger does not tell stores that a reset has forgotten from loads.
+        # The ledger marks a store from before a reset like a load. Only the engine's list shows the difference.
         for slot in writes:
             writing[slot] = b""
             self._count(engine, np.array([slot]))
@@ -171,7 +172,7 @@ class NodeLeases:
                 del self._left[epoch]
 
     def bury(self, number: int) -> None:
-        """Return everything that an engine holds: all of its processes have ended."""
+        """Release all leases of an engine whose processes have all ended."""
         engine = self.engines.pop(number)
         for lease in engine.leases.values():
             self._release(engine, lease)
@@ -378,7 +379,7 @@ class NodeLeases:
 
 
 def _slots_of(asked: list[bytes], keys: list[bytes], slots: np.ndarray[Any, Any]) -> bytes:
-    """Return the slot of each key of `asked`: `keys` have `slots`; other keys, and repeated ones, have -1."""
+    """Return the slot of each key of `asked`, packed. Keys that are not in `keys`, and repeated ones, have -1."""
     if len(keys) < len(asked):
         slot_of = dict(zip(keys, slots.tolist(), strict=True))
         slots = np.array([slot_of.pop(key, -1) for key in asked])

@@ -93,7 +93,7 @@ class Ledger:
         self.processes = np.frombuffer(self._mapping, _PROCESS, MAX_PROCESSES, _FIRST_PROCESS)
         vars(self).update(_slot_fields(self._mapping, num_slots))
         if not self.is_recovered:
-            # The magic comes last: a ledger that was cut short is none.
+            # The magic is written last: an owner that is killed before leaves a file that is not read as a ledger.
             self._mapping[_HEAD.size : _HEAD.size + len(text)] = text
             self._mapping[: _HEAD.size] = _HEAD.pack(b"", num_bytes, secrets.token_bytes(16), len(text))
             self._mapping[: len(_MAGIC)] = _MAGIC
@@ -106,7 +106,7 @@ class Ledger:
 
     def begin(self, slots: Any, keys: list[bytes], writer: int) -> None:
         """Record that slots belong to a writer, which fills them with the blocks of `keys`."""
-        self.state[slots] = ABSENT  # while the key changes
+        self.state[slots] = ABSENT  # an owner that is killed amid the next lines must not leave half a key
         self.readers[slots] = 0
         self.key[slots] = np.frombuffer(b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys), self.key.dtype)
         self.key_bytes[slots] = [len(key) for key in keys]
@@ -204,7 +204,7 @@ def read_ledger(path: Path) -> LedgerFile:
         mapping = mmap.mmap(fd, length, access=mmap.ACCESS_READ)
     finally:
         os.close(fd)
-    # A new owner must not fail on flipped bytes. One in a key only makes a block that no engine asks for.
+    # A new owner must not fail on flipped bytes. A flipped byte of a key is harmless: no engine asks for that block.
     identity: Any = None
     with suppress(ValueError, RecursionError):
         identity = json.loads(mapping[_HEAD.size : _HEAD.size + num_text])

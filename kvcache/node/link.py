@@ -109,8 +109,11 @@ class Link:
         self._unsent.append(pack(op, flag, request, payload, key_bytes))
         self._num_unsent_bytes += len(payload)
         if self._num_unsent_bytes > _MAX_UNSENT_BYTES:
-            # An owner that is stopped for hours must not cost memory. The next greeting lists the leases instead.
-            self.close()
+            if self.is_answering:
+                self._send()
+            else:
+                # An owner that is stopped for hours must not cost memory. The next greeting lists the leases instead.
+                self.close()
 
     def ask(self, op: int, flag: int, request: int, payload: bytes = b"", key_bytes: int = 0) -> Frame | None:
         """Send a message, and return its answer, or None if the owner does not answer in time."""

@@ -44,9 +44,9 @@ _MAX_OUTBOX_BYTES = 64 << 20
 class Connection:
     """One client's socket."""
 
-    def __init__(self, sock: socket.socket, num_slots: int) -> None:
+    def __init__(self, sock: socket.socket, max_bytes: int) -> None:
         self.sock = sock
-        self.reader = FrameReader(protocol.MAX_HELLO_BYTES + num_slots * protocol.HELLO_SLOT_BYTES)
+        self.reader = FrameReader(max_bytes)
         self.outbox = b""
         self.pidfd = -1
         self.has_greeted = False
@@ -55,8 +55,9 @@ class Connection:
 
 
 class NodePool:
-    """The memory, the ledger and the manager of a node's pool, as the first engine's greeting describes them.
+    """The memory, the ledger and the manager of a node's pool. The first engine's greeting describes them.
 
+    The files of a killed owner are used again if they are whole and belong to the same model.
     ValueError: the memory does not suffice, an option is invalid, or living engines use a pool of another identity.
     """
 
@@ -127,7 +128,7 @@ class NodePool:
 class Owner:
     """Serves the pool of a folder until `stop`, or until no engine has used it for `linger_s` seconds (None: never).
 
-    `options` are those of a service, which every engine must have; None: those of the first engine.
+    A service has `options`, and refuses engines with other ones. Otherwise the first engine's options apply.
     ValueError: another owner serves this folder.
     """
 
@@ -140,7 +141,7 @@ class Owner:
             self._lock = protocol.lock_file(folder / "owner.lock", _LOCK_S)
         except BlockingIOError:
             raise ValueError(f"another process owns the pool in {folder}") from None
-        # A service's lock file has a byte: its pool outlives the engines.
+        # A service's lock file has a byte. Other owners see it without a lock, and leave the pool to the next service.
         os.ftruncate(self._lock, options is not None)
         _remove_dead_pools(folder.parent)
         self._options = options
@@ -163,9 +164,6 @@ class Owner:
 
     def run(self) -> None:
         """Serve until the end."""
-        with suppress(OSError):
-            # On a busy machine an engine's step waits for this thread. Only a privileged process may ask for that.
-            os.nice(_NICE)
         _LOG.info("process %d serves %s", os.getpid(), self.folder)
         while not self._is_stopping:
             pool = self.pool
@@ -181,7 +179,7 @@ class Owner:
         self._is_stopping = True
 
     def retire(self, *_: object) -> None:
-        """End and remove the files when the last engine has ended; after `_RETIRE_S`, leave them to the next owner."""
+        """End when the last engine has ended, and remove the files. After `_RETIRE_S`, end and leave the files."""
         self._linger_s, self._end_s = 0.0, time.monotonic() + _RETIRE_S
 
     def step(self, timeout_s: float) -> None:
@@ -235,7 +233,11 @@ class Owner:
             fd = protocol.lock_file(self.folder / "lock", 0.0)
         except BlockingIOError:
             return
+        except FileNotFoundError:  # the user's folder was removed, so no engine can come
+            self._is_stopping = not self._living_engines()
+            return
         try:
+            # An engine that was connected just before is in the queue of the socket.
             self.step(0)
             if self._living_engines():
                 return
@@ -254,11 +256,15 @@ class Owner:
                 self._refuse_unread(error)
             return
         sock.setblocking(False)
-        self._by_fd[sock.fileno()] = Connection(sock, 0 if self.pool is None else self.pool.leases.num_slots)
+        # A greeting lists slots of the pool, which the first one after a kill opens. JSON takes 30 times its length.
+        max_bytes = protocol.MAX_HELLO_BYTES
+        with suppress(OSError):
+            max_bytes += (self.folder / "ledger").stat().st_size // 2  # 27 bytes a slot
+        self._by_fd[sock.fileno()] = Connection(sock, min(max_bytes, protocol.MAX_FRAME_BYTES))
         self._poll.register(sock, select.EPOLLIN)
 
     def _refuse_unread(self, error: OSError) -> None:
-        """Close the next connection by means of the spare file descriptor: one that waits would wake every poll."""
+        """Refuse the next client. The spare file descriptor accepts it: a client that waits would wake every poll."""
         os.close(self._spare_fd)
         with suppress(OSError), self._listener.accept()[0] as client:
             _LOG.warning("a client of %s is refused: %s", self.folder, error)
@@ -430,6 +436,10 @@ class Owner:
         if self.pool is None:
             pool = NodePool(self.folder, identity, options)
             self.pool = pool
+            with suppress(OSError):
+                # On a busy machine an engine's step waits for this thread, but not for the tiers' threads, which run by
+                # now. Only a privileged process may ask for that.
+                os.nice(_NICE)
             if pool.manager.telemetry is not None:
                 pool.manager.telemetry.sources.append(self.parts)
             for process in pool.processes:

@@ -32,8 +32,8 @@ HEAD = struct.Struct("<IBBHI")
 MAX_FRAME_BYTES = 64 << 20
 HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, RELEASE = range(1, 8)
 OFFER, SLOTS, STORED, END, RESET, STATS, DONE, LATE = range(8, 16)
-MAX_HELLO_BYTES, HELLO_SLOT_BYTES = 1 << 20, 24
-"""Of a greeting: 1 MiB, and as many bytes for each slot of the pool. JSON takes 30 times its length in memory."""
+MAX_HELLO_BYTES = 1 << 20
+"""Of a greeting without leases."""
 _MAX_JSON_BYTES = 64 << 10
 # Flags of ACQUIRE: all ready blocks of a prompt instead of the leading ones; one block, also of a tier.
 # The flag of HELD is the state of the block behind those that are held, and that of SLOTS is 1 if the store is refused.

@@ -164,8 +164,9 @@ def test_long_greeting_is_refused_unread(node):
     assert node.owner.stats["dropped_clients"] == 1
 
 
-def test_greeting_lists_many_leases(node):
+def test_greeting_lists_many_leases(node, monkeypatch):
     """A greeting may name each slot of the pool, which an engine with many loads does after a restart."""
+    monkeypatch.setattr(protocol, "MAX_HELLO_BYTES", 1000)
     node = node(1 << 16)
     engine = node.engine("a")
     for document in range(32):

@@ -126,6 +126,18 @@ def test_stopped_owner_costs_no_memory(node, monkeypatch):
     node.check()
 
 
+def test_many_ends_keep_connection(node, monkeypatch):
+    """A step in which many requests end sends more than fits at once, and loses no connection."""
+    monkeypatch.setattr("kvcache.node.link._MAX_UNSENT_BYTES", 4096)
+    node = node(64)
+    engine = node.engine("a")
+    requests = [prompt(document, 20) for document in range(100)]
+    engine.lookup(*prompt(0, 20))  # stays open, so that the ends wait for the end of the step
+    for _, context in requests:
+        engine.on_request_finished(context, use_positions=True)
+    assert (engine.owner_figures()["dropped_clients"], engine.parts()[1].stats.outages) == (0, 0)
+
+
 @contextmanager
 def busy(num_processes):
     """Processes that use all of the machine's time."""
