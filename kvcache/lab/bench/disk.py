@@ -70,6 +70,7 @@ def measure_disk(
             start, cpu_start = time.perf_counter(), time.process_time()
             moved = partial(progress, name) if progress else None
             move(tier, submit, keys, job_blocks, in_flight, calls, moved)
+            # The flush belongs to the time of the stores: without it the page cache would be measured.
             if name == "store":
                 tier.flush()
             rates.append(num_bytes / (time.perf_counter() - start))

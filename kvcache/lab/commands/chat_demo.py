@@ -64,6 +64,7 @@ def chat_demo(
     done: list[Turn] = []
     with common.Bar("chat", "turns", quiet, total=users * turns) as bar:
         for turn in chats.run(cache, users, turns, system_tokens, message_tokens, answer_tokens, seed):
+            # A wrong token ends the demo before its turn is counted.
             if not turn.equal:
                 raise common.CommandError(f"user {turn.user} got other tokens with the cache in turn {turn.turn}")
             done.append(turn)

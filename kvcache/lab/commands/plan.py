@@ -170,6 +170,7 @@ def plan(given: PlanOptions) -> None:
     )
     given_tiers = tiers.parse_tiers(given.tier)
     _check(given, given_tiers, model)
+    # Every option is checked before the trace is opened, which may take minutes to read.
     wanted = parse_targets(given.target)
     _check_targets(given, wanted, model)
     serving = tiers.parse_serving(given.serving, 1 + len(given_tiers))

@@ -86,6 +86,7 @@ def replay(given: ReplayOptions) -> None:
         raise ValueError(
             f"--memory needs the size of a block, got {given.memory!r} alone: {HOW_TO_SIZE}; or say --block-bytes"
         )
+    # Every option is checked before the trace is opened, which may take minutes to read.
     tier = None if given.tier is None else _read_tier(given.tier)
     if given.what_if and tier is not None:
         raise ValueError(f"--what-if and --tier exclude each other, got {given.tier!r}")

@@ -56,6 +56,7 @@ def print_fleets(title: str, document: dict[str, Any], json: str | None) -> None
     """Print the tables of several fleets."""
     console = common.console(json)
     cells, block_bytes = document["cells"], document["block_bytes"]
+    # All fleets of a call have equal capacities; those of the first stand for all.
     num_blocks, disk_blocks, store_blocks = (
         cells[0][name] for name in ("num_blocks", "disk_capacity_blocks", "store_capacity_blocks")
     )

@@ -66,6 +66,7 @@ def report(
     advice = recommend(result, wanted) if wanted else None
     facts = [_facts(cell, result) for cell in result.cells]
     block_size = trace.block_size // settings.split
+    # Files are written before the tables, whose pipe may be closed.
     if facts:
         for target in targets.csv:
             common.write_text("--save", target, _csv(facts))

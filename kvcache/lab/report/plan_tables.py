@@ -72,6 +72,7 @@ def best_policies(
         if len(there) < 2:
             continue
         first, second = sorted(there, key=lambda cell: (_ttft_s(cell) if by_time else 0, -cell.block_hit_rate))[:2]
+        # Capacities come in order, so a run ends where another policy is best.
         if not runs or runs[-1][:2] != (tiers, first.policy):
             runs.append((tiers, first.policy, []))
         runs[-1][2].append((first, second))
@@ -222,6 +223,7 @@ def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int,
     media = result.media
     lines: list[tuple[str, ...]] = []
     flows: list[tuple[str, ...]] = []
+    # By what is bought: policies over the same media stand one below the other.
     for cell in sorted(cells, key=lambda cell: (cell.num_blocks or 0, len(cell.tiers), cell.tiers)):
         serving = cell.serving or {}
         served = serving.get("media", [])

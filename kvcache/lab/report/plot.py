@@ -212,6 +212,7 @@ def _draw_bars(figure: Figure, axes: Any, chart: Chart) -> None:
     plain_axes(axes)
     cells = list(chart.cells)
     names = [chart.label(cell).replace(" + ", "\n+ ") for cell in cells]
+    # Media are stacked in the order in which a block is looked for.
     media = ("host memory", *chart.media)
     below = [0.0] * len(cells)
     for i, medium in enumerate(media):

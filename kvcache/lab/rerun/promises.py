@@ -48,6 +48,7 @@ class Promises:
         blocks, keys = self._blocks, call.keys
         if isinstance(answer, Raised):
             return ""
+        # Each case compares before it changes the state: a wrong answer must not become the expectation.
         match call.op:
             case Op.RESET_CACHE:
                 blocks.clear()
@@ -96,6 +97,7 @@ class Promises:
         num_needed = max(0, len(stored) + len(blocks) - self._num_blocks)
         if num_evicted != num_needed:
             return f"{num_evicted} blocks were evicted where {num_needed} had to be"
+        # Victims leave first: a new block may take the slot of one.
         for key in output.evicted_keys:
             state = blocks.pop(key, None)
             if state is None:

@@ -268,6 +268,7 @@ def _estimated(cell: Cell, trace: CompactTrace, split: int) -> Cell:
         expected = whole * trace.rate
         return min(max((hits + expected - sampled) / expected, 0.0), 1.0) if expected else 0.0
 
+    # The sample knows its own uses only; the counts of the whole trace were kept when it was drawn.
     blocks, tokens = trace.num_blocks * split, trace.num_tokens
     block_rate = share(cell.hit_blocks, cell.blocks, blocks)
     token_rate = share(cell.hit_tokens, cell.tokens, tokens)

@@ -111,6 +111,7 @@ def run(trace: TraceFile, settings: Settings, model: Model | None) -> Result:
         wanted, unbounded = grid.cells(), Job(OPTIMUM, None)
         found: dict[Job, Cell] = {}
         add = None
+        # After the trace is read: a checkpoint belongs to the digest of the trace.
         if settings.checkpoint is not None:
             checkpoint = open_now.enter_context(Checkpoint(settings.checkpoint, _facts_of(compact, how)))
             found = {job: cell for job, cell in checkpoint.cells.items() if job in [*wanted, unbounded]}
@@ -168,6 +169,7 @@ def _simulate(
             progressed=progressed,
             dask=settings.jobs if isinstance(settings.jobs, str) else None,
         ):
+            # A cell is kept as soon as it has ended, so that Ctrl-C loses none.
             found[Job(cell.policy, cell.num_blocks, cell.tiers)] = cell
             if add is not None:
                 add(cell)

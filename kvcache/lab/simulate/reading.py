@@ -41,8 +41,8 @@ def doubts(
 ) -> list[str]:
     """Return what a reader must know of a trace's times: that lines were sorted, and what makes their unit doubtful.
 
-    `num_untimed` records had no time, `missed_share` of the tokens miss in a cache without limit. `work`: the prefill of
-    a token in seconds, and engines.
+    `num_untimed` records had no time; `missed_share` of the tokens miss in a cache without limit. `work`: the prefill
+    of a token in seconds, and engines.
     """
     lines = []
     if compact.num_late:

@@ -113,6 +113,7 @@ class Replay:
     def serve(self, context: ReqContext, hits: list[bytes], offered: list[bytes], spent: int) -> None:
         """Load and store the blocks of a request, and end it; `spent` are the nanoseconds of its look-up."""
         manager, payload, tally, clock = self._manager, self._payload, self.tally, self.clock
+        # The calls come as from a scheduler, and only they are timed: bytes are moved in between.
         start = clock()
         load_spec = manager.prepare_load(hits, context)
         spent += clock() - start
