@@ -93,6 +93,7 @@ def varied_lookups(num_calls: int) -> bytes:
     return b"".join(frame(number, records) for number in range(0, num_calls, 10_000))
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_size(tmp_path: Path) -> None:
     path = tmp_path / "lookups.kvlog"
     path.write_bytes(header_bytes(HEADER) + varied_lookups(160_000))
