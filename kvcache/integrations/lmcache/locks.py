@@ -1,6 +1,6 @@
 """The locks that LMCache's look-ups take: each keeps an object from being evicted, until it is unlocked or lapses.
 
-LMCache unlocks what a look-up has found when its load ends. A look-up that dies never does.
+LMCache unlocks the objects of a look-up when their load ends. The objects of a look-up that dies are never unlocked.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def read_ttl_s() -> float:
     """Return how long LMCache's own locks last: that of the L1 for which it makes the adapter that calls this."""
     frame = inspect.currentframe()
     while frame is not None:
-        # LMCache does not tell an adapter, but the caller that makes it has the L1.
+        # No argument of an adapter has it. The function of LMCache that makes the adapter has the L1.
         seconds = getattr(frame.f_locals.get("manager"), "_read_ttl_seconds", None)
         if isinstance(seconds, int | float) and seconds > 0:
             return float(seconds)
