@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _FORMAT = b"kvcache s3 1"
 _EPOCH = re.compile(r"[0-9a-f]{16}")
+_PREFIX = re.compile(r"(?=.{1,256}$)[\w=-][\w.=-]*(?:/[\w=-][\w.=-]*)*/?", re.ASCII)
 _MAINTAIN_INTERVAL_S = 60.0
 _ABSENT_S = 5.0
 _MAX_QUESTIONS = 64
@@ -61,10 +62,9 @@ def _parse_bucket(name: str, value: object) -> str:
 
 
 def _parse_prefix(name: str, value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_=-][A-Za-z0-9._=/-]{0,255}", value):
-        raise ValueError(f"{name} must be at most 256 letters, digits and './_=-', no '/' first, got {value!r}")
-    if {"", ".", ".."} & set(value.removesuffix("/").split("/")):
-        raise ValueError(f"{name} must have names between its slashes, not '.' or '..', got {value!r}")
+    # No part begins with a dot, so none is '.' or '..'.
+    if not isinstance(value, str) or not _PREFIX.fullmatch(value):
+        raise ValueError(f"{name} must be names of letters, digits and '._=-' between single slashes, got {value!r}")
     return value.removesuffix("/")
 
 
@@ -97,12 +97,8 @@ class S3Options(Options):
     region: str | None = option(parse_text, None, when="the bucket is elsewhere than the environment's `AWS_REGION`")
     salt: str = option(parse_text, "", when="tenants share the bucket: a secret of one tenant's engines")
     timeout_s: float = option(parse_duration, 5.0, when="a request of a healthy store may take longer, or must not")
-    ca_file: str | None = option(
-        parse_text, None, when="the certificate of the store is signed by an authority of your own"
-    )
-    num_threads: int = option(
-        parse_threads, 16, when="the link needs more, or fewer, requests under way", rare=True
-    )
+    ca_file: str | None = option(parse_text, None, when="the store's certificate is signed by your own authority")
+    num_threads: int = option(parse_threads, 16, when="the link needs more, or fewer, requests under way", rare=True)
     max_queued_bytes: int = option(
         parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", rare=True
     )

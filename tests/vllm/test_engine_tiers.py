@@ -127,7 +127,7 @@ def test_bucket_serves_equal_engines_only(boot, models, crowd, tmp_path, s3):
     save_file(weights, other_weights / "model.safetensors", metadata={"format": "pt"})
     hits = []
     for model, changes in (
-        (models["llama"], {}), (models["llama"], {}), (models["llama"], {"salt": "another tenant"}), (other_weights, {}),
+        (models["llama"], {}), (models["llama"], {}), (models["llama"], {"salt": "another"}), (other_weights, {}),
     ):  # fmt: skip
         with boot(model, {**OURS, "tiers": [tier | changes]}) as engine:
             hits.append(engine.ask_each(crowd[:2])[1])

@@ -70,42 +70,11 @@ class PlainMooncake:
         self._store.close()
 
 
-class PlainS3:
-    """``obstore.put`` and ``obstore.get`` of whole blocks; loaded values are dropped."""
-
-    def __init__(self, options: Mapping[str, Any], host_blocks: HostBlocks) -> None:
-        self._obstore: Any = importlib.import_module("obstore")
-        given = {name: options[name] for name in ("endpoint", "region") if name in options}
-        allow_http = options.get("endpoint", "").startswith("http://")
-        stores: Any = importlib.import_module("obstore.store")
-        self._store = stores.S3Store(options["bucket"], client_options={"allow_http": allow_http}, **given)
-        self._blocks = host_blocks
-        self._folder = f"{options.get('prefix', 'kvcache')}/bench/"
-
-    def put(self, names: Sequence[bytes]) -> None:
-        for name, block in zip(names, self._blocks, strict=False):
-            self._obstore.put(self._store, self._folder + name.hex(), block, use_multipart=False)
-
-    def fetch(self, names: Sequence[bytes]) -> None:
-        for name in names:
-            self._obstore.get(self._store, self._folder + name.hex()).bytes()
-
-    def remove(self, names: Sequence[bytes]) -> None:
-        self._obstore.delete(self._store, [self._folder + name.hex() for name in names])
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def plain_client(
-    options: Mapping[str, Any], host_blocks: HostBlocks
-) -> PlainValkey | PlainMooncake | PlainS3 | None:
+def plain_client(options: Mapping[str, Any], host_blocks: HostBlocks) -> PlainValkey | PlainMooncake | None:
     """Return the plain client of the medium that a tier's entry names; None: the tier is measured alone."""
     match options.get("type"):
         case "valkey":
             return PlainValkey(options, host_blocks)
         case "mooncake":
             return PlainMooncake(options, host_blocks)
-        case "s3":
-            return PlainS3(options, host_blocks)
     return None
