@@ -283,6 +283,7 @@ cdef class BlockCache:
                 table.find(keys, 0, n, batch)
             else:
                 n = request_keys.num_seen
+                # A hint orders nothing: the next uses of the request still follow the position that was newest before.
                 newest_position = request_keys.newest_position
                 request_keys.rows_in_prompt(table, 0, positions, batch, &span)
                 request_keys.newest_position = newest_position
@@ -421,6 +422,7 @@ cdef class BlockCache:
                     raise KeyError(f"block is not in the cache: {keys[i]!r}")
                 if table.rows[row].ref_cnt < 0:
                     raise BlockStateError(f"block is not ready: {keys[i]!r}")
+            # All that may raise or allocate comes before the first reference: a failed call has changed nothing.
             spec = _new_spec(n, &ids)
             self.priorities.reserve(n)
             if request_keys is not None:
@@ -586,6 +588,7 @@ cdef class BlockCache:
             at = batch.picked[i]
             row = batch.picked_rows[i]
             named = &names.named[batch.places[at]]
+            # The request finds its new block without a look-up, as long as the generation is the row's.
             named.row = row
             named.generation = table.rows[row].generation
             key = PyList_GET_ITEM(keys, at)

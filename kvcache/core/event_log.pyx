@@ -69,6 +69,7 @@ cdef class EventLog:
         """
         cdef TakenEvents taken = TakenEvents.__new__(TakenEvents)
         cdef Py_ssize_t n
+        # Made before the lock is taken: an allocation may run finalizers, which may add events.
         taken.waiting = deque()
         taken.block_size = self.block_size
         with cython.critical_section(self.lock):

@@ -120,6 +120,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
                 raise BlockStateError(f"block is in the cache already: {key!r}")
             if table.num_free == 0:
                 raise BlockStateError(f"the policy holds {table.cache_capacity} blocks, its capacity, already")
+            # What may raise comes first; from `admit` on nothing fails.
             table.reserve_heaps(1)
             self.reserve_policy(1)
             table.admit(keys, self.batch.hashes, &at, 1, &row)
@@ -193,6 +194,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
             table.next_mark()
             for i in range(len(names)):
                 table.rows[self.batch.rows[i]].mark = table.mark
+            # Count before anything is evicted: too few blocks that may leave change nothing.
             for row in range(table.first, table.first + table.num_fresh):
                 if count == wanted:
                     break

@@ -192,6 +192,7 @@ cdef class RequestKeys:
             key = PyList_GET_ITEM(keys, i)
             place = self.seek(key, hashes[i], &probe)
             places[i] = place
+            # The probe still stands at the empty place where the search ended, so that adding costs no second search.
             if place < 0:
                 if not add:
                     continue
@@ -277,6 +278,7 @@ cdef class RequestKeys:
         cdef int32_t after
         if not is_positioned:
             position = uses[self.used[self.num_seen - 2]].position if self.num_seen > 1 else -1
+        # Search from the key that was linked last: prompts are used in order, so most keys follow it directly.
         while before != 0 and uses[before - 1].position > position:
             before = uses[before - 1].before
         after = uses[before - 1].after if before != 0 else self.head
@@ -309,6 +311,7 @@ cdef class RequestKeys:
         if positions is None:
             return not self.is_out_of_order
         while self.num_in_order < self.num_seen and not self.is_out_of_order:
+            # Out of order unless this key turns out to follow, so that every way out of the loop is right.
             self.is_out_of_order = True
             key = self.named[self.used[self.num_in_order]].key
             candidate = NULL
@@ -373,6 +376,7 @@ cdef class RequestKeys:
         if start == 0:
             self.prompt_at = 0
         for i in range(start, self.num_seen):
+            # A key without a position takes that of the key before it, and the sort keeps their order (`at`).
             if positions is not None:
                 value = _position_of(positions, self.named[self.used[i]].key, &self.prompt_at)
                 if value != NULL:

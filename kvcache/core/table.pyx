@@ -218,6 +218,7 @@ cdef class BlockTable:
                 if row == 0:
                     continue
                 key = PyList_GET_ITEM(keys, i)
+                # Two keys may share a tag: only now is the rest of the hash compared, and rarely another row searched.
                 if rows[row].hash != hashes[i] or not same_bytes(rows[row].key, key):
                     found[i] = self.find_one(key, hashes[i])
         return 0
@@ -386,6 +387,7 @@ cdef class BlockTable:
                     PyList_SET_ITEM(blocks, num_dropped, self.caller_blocks[row].status)
                     self.caller_blocks[row].status = NULL
                     num_dropped += 1
+        # Dropping a million keys at once would hold up the scheduler; without callers' blocks that waits.
         self.num_stale = max(self.num_stale, self.num_fresh)
         if self.caller_blocks != NULL:
             self.num_fresh = 0

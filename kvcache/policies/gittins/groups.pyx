@@ -111,6 +111,7 @@ cdef class AgedGroups:
             group = self.groups_fresh
             self.groups_fresh += 1
             self.groups[group].serial = 0
+        # Groups of one tick and class age together, so one cohort moves between cells in place of all of them.
         if cohort == 0 or self.cohorts[cohort].t0 != self.now:
             cohort = _make_cohort(self, cls)
         made = &self.groups[group]
@@ -309,6 +310,7 @@ cdef int32_t _split_cohort(AgedGroups aged, int32_t cohort, int32_t n) noexcept 
     aged.queues[ALL][cell_of(source)].first = older
     made.groups[ALL].first = group
     for _i in range(n):
+        # A group with resident blocks is listed under its cohort: it leaves the old list before its cohort changes.
         if aged.groups[group].tail != 0:
             aged.unlink_holder(group)
         aged.groups[group].cohort = older

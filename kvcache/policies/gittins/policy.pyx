@@ -447,6 +447,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef bint is_whole, is_move = self.stores_all and self._state_of(names).era != self.era
         cdef MadeGroup[CLASSES_PER_HINT] made
         num_victims[0] = 0
+        # Without a tier below, a block behind a declined one could never be hit.
         if not self.stores_all:
             n = self._without_holes(names, places, n)
         length = <int32_t> (names.num_positions if names.num_positions else num_offered)
@@ -547,6 +548,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t cell, cohort, group, next_cohort, next, tail
         cdef int64_t worth = self._worth_of(names, waiting[0]) if by_worth else INT64_MAX
         cdef int64_t value
+        # Evictions change which groups come next: walk again until a walk evicts nothing.
         while got > got_before:
             got_before = got
             for word in range((self.values.num_ranked + 63) >> 6):
