@@ -65,7 +65,7 @@ def test_simulation_hits_what_real_tiers_hit(shared, tmp_path, name, policy, num
         below = [stats.promoted_blocks for stats in manager.tier_stats()]
     compact = CompactTrace.of(requests, block_size)
     serving = Serving(BLOCK_BYTES, tuple(Medium(f"medium {i}", 1e9) for i in range(1 + len(disks))), None)
-    plan = Plan(serving=serving, rules=(("write_through", False, policy),) * len(disks))
+    plan = Plan(serving=serving, rules=(("write_through", False, policy, None),) * len(disks))
     cell = run_job(compact, Job(policy, num_blocks, tuple(disks)), plan)
     simulated = [medium["hit_blocks"] for medium in cell.serving["media"]]
     real = [replay.tally.hit_blocks - sum(below), *below]
