@@ -1,0 +1,207 @@
+"""Engines that update their weights, reset, start and end in random order never load a block of other weights.
+
+Each block holds the weights that wrote it and its writer. 1,000 steps a place in CI; ``KVCACHE_STRESS=10``: 10,000.
+"""
+
+import os
+import random
+import shutil
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from node_harness import Node, prompt
+
+from kvcache import TieredOffloadingManager
+from kvcache.epoch import named
+from kvcache.lab.bench.servers import find_valkey, free_port, wait_for_port
+
+pytest.importorskip("xxhash")
+NUM_STEPS = int(1000 * float(os.environ.get("KVCACHE_STRESS", "1")))
+NUM_ENGINES, NUM_DOCUMENTS = 3, 6
+CHECKPOINT = {"model": "m", "weights": "sha256:checkpoint"}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 + NUM_STEPS / 10)]
+
+
+class Server:
+    """A Valkey server that a step may restart empty."""
+
+    def __init__(self, folder):
+        self.port = free_port()
+        self._command = [str(find_valkey()), "--port", str(self.port), "--dir", str(folder), "--save", ""]
+        self.start()
+
+    def start(self):
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for_port(self.port)
+
+    def stop(self):
+        self._process.kill()
+        self._process.wait()
+
+
+class TieredEngine:
+    """An engine over host memory, a directory of its own and a common server; `version` is its `weights_version`."""
+
+    def __init__(self, place, number, version):
+        from kvcache.tiers.disk.tier import DiskTier
+        from kvcache.tiers.valkey import ValkeyTier
+
+        self.rows = np.zeros((8, 4096), np.uint8)
+        fingerprint = named(CHECKPOINT, version)
+        path, url = place.folder / f"disk-{number}", f"valkey://127.0.0.1:{place.server.port}"
+        tiers = [
+            DiskTier(path, DiskTier.capacity_for(16, 4096), self.rows, fingerprint=fingerprint, preallocate=False),
+            ValkeyTier(url, self.rows, fingerprint=fingerprint, timeout_s=2.0),
+        ]
+        self.manager = TieredOffloadingManager(16, 8, tiers)
+
+    def find(self, keys, context):
+        end_s = time.monotonic() + 10
+        while (num_found := self.manager.lookup(keys, context)) is None and time.monotonic() < end_s:
+            self.manager.on_schedule_end()
+            time.sleep(0.0002)
+        return num_found or 0
+
+    def wait(self):
+        self.manager.settle(5.0)
+
+
+class NodeEngine:
+    """An engine over a node's pool."""
+
+    def __init__(self, place, number, version):
+        identity = named({"weights": CHECKPOINT["weights"]}, version)
+        self.manager = place.node.engine(f"engine {number}", **identity)
+        self.rows = place.node.owner.pool.shared.array
+
+    def find(self, keys, context):
+        return self.manager.lookup(keys, context) or 0
+
+    def wait(self):
+        self.manager.owner_figures()
+
+
+class Tiers:
+    engine = TieredEngine
+
+    def __init__(self, folder):
+        if find_valkey() is None:
+            pytest.skip("needs valkey-server or redis-server")
+        pytest.importorskip("valkey")
+        self.folder, self.server = folder, Server(folder)
+
+    def disturb(self):
+        self.server.stop()
+        self.server.start()
+
+    def close(self):
+        self.server.stop()
+
+
+class Pool:
+    engine = NodeEngine
+
+    def __init__(self, folder):
+        self.node = Node(24)
+
+    def disturb(self):
+        self.node.managers = [manager for manager in self.node.managers if manager.refusal == ""]
+        self.node.restart()
+
+    def close(self):
+        self.node.close()
+
+
+class Run:
+    """Engines by their number, the weights of each, and what they loaded; `names` are the weights with a version."""
+
+    def __init__(self, place, seed):
+        self.place, self.dice = place, random.Random(seed)
+        self.engines, self.weights, self.names = {}, {}, {}
+        self.last_weights = self.num_loaded = self.num_shared = self.num_after_reset = self.num_wrong = 0
+
+    def step(self):
+        number = self.dice.randrange(NUM_ENGINES)
+        if number not in self.engines:
+            return self.start(number)
+        action = self.dice.random()
+        if action < 0.08:
+            self.update(number)
+        elif action < 0.12:
+            self.engines.pop(number).manager.shutdown()
+        elif action < 0.125:
+            self.place.disturb()
+        else:
+            self.serve(number)
+        return None
+
+    def start(self, number):
+        version = self.dice.choice([None, None, *self.names])
+        self.weights[number] = 0 if version is None else self.names[version]
+        self.engines[number] = self.place.engine(self.place, number, version)
+
+    def update(self, number):
+        """Update the weights of an engine, to new ones or to those of a version, and reset it once or twice."""
+        manager = self.engines[number].manager
+        version = self.dice.choice([None, "new", "new", *self.names])
+        if version in (None, "new"):
+            self.last_weights += 1
+            weights = self.last_weights
+            if version == "new":
+                version = f"step {weights}"
+                self.names[version] = weights
+        else:
+            weights = self.names[version]
+        self.weights[number] = weights
+        way = self.dice.randrange(3)
+        if version is not None and way:
+            manager.name_next_version(version)
+        manager.reset_cache(version if not way else None)
+        if way == 2:
+            manager.reset_cache()
+        while len(self.names) > 4:
+            self.names.pop(next(iter(self.names)))
+
+    def serve(self, number):
+        engine, weights = self.engines[number], self.weights[number]
+        manager, rows = engine.manager, engine.rows
+        keys, context = prompt(self.dice.randrange(NUM_DOCUMENTS), 3)
+        num_found = engine.find(keys, context)
+        if num_found:
+            for block_id in manager.prepare_load(keys[:num_found], context).block_ids.tolist():
+                wrote, writer = rows[block_id][:16].view(np.int64).tolist()
+                self.num_loaded += 1
+                self.num_shared += writer != number
+                self.num_after_reset += weights > 0
+                self.num_wrong += wrote != weights
+            manager.complete_load(keys[:num_found], context)
+        output = manager.prepare_store(keys[num_found:], context) if num_found < len(keys) else None
+        if output is not None:
+            for block_id in output.store_spec.block_ids.tolist():
+                rows[block_id][:16].view(np.int64)[:] = weights, number
+            manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context, use_positions=True)
+        manager.on_schedule_end()
+        if self.dice.random() < 0.5:
+            engine.wait()
+
+
+@pytest.mark.parametrize("kind", [Tiers, Pool])
+def test_no_block_of_other_weights(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr("kvcache.node.client._RETRY_S", 0)
+    place = kind(tmp_path)
+    run = Run(place, seed=46)
+    try:
+        for _ in range(NUM_STEPS):
+            run.step()
+            assert run.num_wrong == 0
+        print(kind.__name__, {name: count for name, count in vars(run).items() if name.startswith("num_")})
+        # They load, share and go on after updates, or nothing was tested.
+        assert min(run.num_loaded, run.num_shared, run.num_after_reset) > NUM_STEPS / 50
+    finally:
+        for engine in run.engines.values():
+            engine.manager.shutdown()
+        place.close()
+        shutil.rmtree(tmp_path, ignore_errors=True)
