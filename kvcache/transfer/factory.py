@@ -27,9 +27,20 @@ def cpu_gpu_handlers(
     block does not fit the pool.
     """
     geometry = KVGeometry(kv_caches, pool, block_size_factor)
-    if geometry.device.type == "cpu":
-        return CPUCopyHandler(geometry, True, num_threads), CPUCopyHandler(geometry, False, num_threads)
     return (
-        StagedCopyHandler(geometry, True, DeviceStream(geometry.device), staging_bytes),
-        StagedCopyHandler(geometry, False, DeviceStream(geometry.device), staging_bytes),
+        _handler(geometry, True, num_threads, staging_bytes),
+        _handler(geometry, False, num_threads, staging_bytes),
     )
+
+
+def load_handler(
+    kv_caches: CanonicalKVCaches, pool: HostPool, block_size_factor: int = 1, num_threads: int | None = None
+) -> OffloadingHandler:
+    """Make one more handler of loads, whose jobs do not wait for those of `cpu_gpu_handlers`."""
+    return _handler(KVGeometry(kv_caches, pool, block_size_factor), False, num_threads, STAGING_BYTES)
+
+
+def _handler(geometry: KVGeometry, to_host: bool, num_threads: int | None, staging_bytes: int) -> OffloadingHandler:
+    if geometry.device.type == "cpu":
+        return CPUCopyHandler(geometry, to_host, num_threads)
+    return StagedCopyHandler(geometry, to_host, DeviceStream(geometry.device), staging_bytes)

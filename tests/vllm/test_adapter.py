@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -29,7 +30,14 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.base import ReqContext as EngineContext
 
-from kvcache import CPULoadStoreSpec, CPUOffloadingManager, TransferResult
+from kvcache import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    CPUOffloadingManager,
+    TransferResult,
+)
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.status import StatusServer
 from kvcache.integrations.vllm import KVCacheOffloadingSpec
@@ -359,6 +367,28 @@ def test_failed_copy_is_reported_not_raised():
         worker.transfers.transfer_async.side_effect = [refusal] * 2
         assert worker.submit_load(1, CPULoadStoreSpec([9]), device) is False
         assert worker.submit_store(2, device, CPULoadStoreSpec([9])) is False
+
+
+def test_expedited_load_overtakes_waiting_loads():
+    tensor = torch.arange(8 * 64, dtype=torch.int16).view(torch.int8).reshape(8, 128)[:, :64]
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, 64)], [[CanonicalKVCacheRef(0, 64)]])
+    worker = KVCacheOffloadingWorker(caches, 8, 1, num_copy_threads=1)
+    expected = tensor[1].clone()
+    assert worker.submit_store(1, base.GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0]), CPULoadStoreSpec([5]))
+    worker.wait({1})
+    assert [result.job_id for result in worker.get_finished()] == [1]
+    # Other loads wait for a disk, say, and never end.
+    loads, worker.transfers = worker.transfers, Mock()
+    worker.transfers.get_finished.return_value = []
+    device = base.GPULoadStoreSpec([3], group_sizes=[1], block_indices=[0])
+    assert worker.submit_load(2, CPULoadStoreSpec([5]), device)
+    assert worker.submit_load(3, CPULoadStoreSpec([5]), device, expedited=True)
+    worker.wait({3})
+    assert [(result.job_id, result.success) for result in worker.get_finished()] == [(3, True)]
+    assert torch.equal(tensor[3], expected)
+    assert [call.args[0] for call in worker.transfers.transfer_async.call_args_list] == [2]
+    worker.transfers = loads
+    worker.shutdown()
 
 
 def test_late_recorder_sees_look_ups(tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from engine_tiering import PAGE, EngineTiering, key, keys, tier_config, wait_until
 from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvcache.integrations.vllm import KVCacheTier
@@ -124,6 +125,27 @@ def test_tier_shut_down_twice_ends_once(make, disk):
     engine.tier.shutdown()
     engine.close()
     assert engine.spec.config.engine_id not in Path("/proc/self/maps").read_text()
+
+
+class FailureCount(BackpressureDetector):
+    """Counts failed stores, and never holds stores back."""
+
+    failures = 0
+
+    def on_store_completed(self, elapsed_s, num_bytes):
+        pass
+
+    def on_store_failed(self):
+        self.failures += 1
+
+    def is_under_pressure(self):
+        return False
+
+    def should_store(self, num_blocks):
+        return True
+
+    def reset(self):
+        pass
 
 
 def run(tier, context, is_load, *jobs):
@@ -296,6 +318,22 @@ def test_tier_hung_disk_holds_half_memory(make, disk, hang):
         assert engine.load(keys(63)) == 1
     engine.settle()
     assert engine.counters.stored_blocks == 8
+
+
+def test_refused_store_is_no_back_pressure(make, disk, hang):
+    # From 0.33 on, so many failed stores in a row make vLLM stop offering blocks.
+    engine = make(disk(), num_chunks=16)
+    detector = engine.tier.backpressure_detector = FailureCount()
+    with hang("write"):
+        for number in range(64):
+            engine.store(keys(number))
+    engine.settle()
+    assert detector.failures == 0
+    now_s = engine.tier.clock()
+    engine.tier._next_stats_s = now_s
+    values = engine.tier.get_stats().reduce()
+    assert sum(value for name, value in values.items() if "refused_blocks" in name) == 64 - 8
+    assert sum(value for name, value in engine.manager.get_stats().reduce().items() if "cascade_job_fail" in name) == 0
 
 
 def test_tier_keeps_bound_equal_to_default(make, disk, hang):

@@ -121,7 +121,9 @@ class KVCacheTier(SecondaryTierManager):
         self._requests: dict[str, _Request] = {}
         # Of the current step.
         self._answers: dict[bytes, LookupResult] = {}
-        self._engine_jobs: dict[int, tuple[str, list[bytes]]] = {}
+        # Of each job: its request, its keys, and how many of them had no room.
+        self._engine_jobs: dict[int, tuple[str, list[bytes], int]] = {}
+        self._num_refused = 0
         self._results: list[JobResult] = []
         self._changes = SampleChanges(tier_metric_definitions())
         self._labels = (("tier", f"{_place_of(options, offloading_spec)}:{tier_type}"), ("medium", str(tier.medium)))
@@ -170,10 +172,13 @@ class KVCacheTier(SecondaryTierManager):
         chunk_of = dict(zip(engine_job.keys, engine_job.chunk_ids.tolist(), strict=True))
         # vLLM passes the keys of a store as a set.
         keys = sorted(chunk_of, key=lambda key: positions.get(key, 0))
-        room = controller.room(is_load) if controller.may_send(is_load, now_s) else 0
+        may_send = controller.may_send(is_load, now_s)
+        room = controller.room(is_load) if may_send else 0
+        num_refused = max(len(keys) - room, 0) if may_send and not is_load else 0
+        self._num_refused += num_refused
         if is_load:
             controller.touch(keys, request)
-        self._engine_jobs[engine_job.job_id] = engine_job.req_context.req_id, keys
+        self._engine_jobs[engine_job.job_id] = engine_job.req_context.req_id, keys, num_refused
         # The head of a prompt is needed before its tail, and the block that is stored last is the most recent.
         sent = keys[:room] if is_load else keys[:room][::-1]
         num_under_way = len(keys) + sum(len(job.keys) for job in controller.jobs.values())
@@ -205,7 +210,7 @@ class KVCacheTier(SecondaryTierManager):
                 self._end_job(job, result, now_s)
 
     def _end_job(self, job: TierJob, result: TierResult, now_s: float) -> None:
-        req_id, keys = self._engine_jobs.pop(job.job_id)
+        req_id, keys, num_refused = self._engine_jobs.pop(job.job_id)
         num_bytes = len(result.done) * self._row_bytes
         seconds = now_s - (job.sent_s or now_s)
         if result.start_s is not None and result.end_s is not None:
@@ -221,8 +226,9 @@ class KVCacheTier(SecondaryTierManager):
         else:
             # As vLLM's tiers announce them, and some readers need the head of a prompt first.
             self._announce([key for key in keys if key in done], removed=False)
-            # A block that the tier held already is neither done nor failed.
-            is_whole = job.sent_s > 0 and not result.failed and len(job.keys) == len(keys)
+            # A block that the tier held already is neither done nor failed. Nor is one without room: vLLM would take
+            # it for a fault of the tier, and from 0.33 on stop offering blocks for a while.
+            is_whole = (job.sent_s > 0 or num_refused == len(keys)) and not result.failed
         self._results.append(JobResult(job.job_id, is_whole, transfer_time=seconds, **details))
 
     def _announce(self, keys: list[bytes], removed: bool) -> None:
@@ -289,7 +295,9 @@ class KVCacheTier(SecondaryTierManager):
         if now_s < self._next_stats_s:
             return None
         self._next_stats_s = now_s + _STATS_INTERVAL_S
-        part = Part("tier", self._controller.stats(), self._labels)
+        stats = self._controller.stats()
+        tier = replace(stats.tier, refused_blocks=stats.tier.refused_blocks + self._num_refused)
+        part = Part("tier", replace(stats, tier=tier), self._labels)
         return self._changes.since_last([part], self._block_size, self._row_bytes)
 
     @classmethod

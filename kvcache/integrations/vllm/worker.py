@@ -6,13 +6,14 @@ is logged and reported as failed. vLLM then ends, which is better than serving b
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingWorker
 
 from kvcache.specs import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
-from kvcache.transfer.factory import cpu_gpu_handlers
+from kvcache.transfer.factory import cpu_gpu_handlers, load_handler
 from kvcache.transfer.geometry import host_block_bytes
 from kvcache.transfer.host_pool import HostPool
 from kvcache.transfer.shared_file import SharedBlocks
@@ -31,6 +32,8 @@ class KVCacheOffloadingWorker(OffloadingWorker):
     `num_copy_threads` threads copy in each direction. ValueError: the pool does not fit into host memory, or a tensor
     is not as vLLM specifies it.
     """
+
+    _expedited: TransferWorker | None = None
 
     def __init__(
         self,
@@ -56,16 +59,24 @@ class KVCacheOffloadingWorker(OffloadingWorker):
         self.transfers = TransferWorker()
         self.transfers.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
         self.transfers.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
+        self._make_load_handler = partial(load_handler, kv_caches, self._pool, blocks_per_chunk, num_copy_threads)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: CPULoadStoreSpec) -> bool:
-        return self._submit(job_id, device_spec(src_spec), dst_spec)
+        return self._submit(self.transfers, job_id, device_spec(src_spec), dst_spec)
 
     def submit_load(self, job_id: int, src_spec: CPULoadStoreSpec, dst_spec: Any, expedited: bool = False) -> bool:
-        return self._submit(job_id, src_spec, device_spec(dst_spec))
+        if expedited and self._expedited is None:
+            # A step waits for these loads, so they have a queue of their own. Few engines use them.
+            self._expedited = TransferWorker()
+            self._expedited.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, self._make_load_handler())
+        transfers = self._expedited if expedited and self._expedited is not None else self.transfers
+        return self._submit(transfers, job_id, src_spec, device_spec(dst_spec))
 
-    def _submit(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+    def _submit(
+        self, transfers: TransferWorker, job_id: int, src_spec: LoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
         try:
-            if self.transfers.transfer_async(job_id, (src_spec, dst_spec)):
+            if transfers.transfer_async(job_id, (src_spec, dst_spec)):
                 return True
             reason = "the worker was shut down, or no scheduler on this node owns its host blocks (tiers need one node)"
         except ValueError as error:
@@ -80,7 +91,7 @@ class KVCacheOffloadingWorker(OffloadingWorker):
         return False
 
     def get_finished(self) -> list[TransferResult]:
-        results = self.transfers.get_finished()
+        results = [result for transfers in self._each() for result in transfers.get_finished()]
         for result in results:
             if not result.success:
                 logger.critical(
@@ -91,10 +102,15 @@ class KVCacheOffloadingWorker(OffloadingWorker):
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        self.transfers.wait(job_ids)
+        for transfers in self._each():
+            transfers.wait(job_ids)
+
+    def _each(self) -> list[TransferWorker]:
+        return [self.transfers] if self._expedited is None else [self._expedited, self.transfers]
 
     def shutdown(self) -> None:
-        self.transfers.shutdown(wait=False)
+        for transfers in self._each():
+            transfers.shutdown(wait=False)
         self._pool.close()
         if self._shared is not None:
             self._shared.close()
