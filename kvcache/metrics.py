@@ -350,7 +350,7 @@ class OwnerStats:
     refused_clients: int = counter("connections", "Engines and workers that were refused at their start.")
     ended_engines: int = counter("engines", "Engines that ended, and whose leases were returned.")
     withheld_blocks: int = gauge(
-        "blocks", "Slots that engines held over a reset. Each engine returns them when its next copy has ended."
+        "blocks", "Slots without a block that an engine may still copy to or from."
     )
 
 
