@@ -311,6 +311,18 @@ def test_plan_names_foreign_file(tmp_path, run, name, skipped):
     assert message in err or (name == "spend.csv" and MAKE in err)
 
 
+@pytest.mark.parametrize(
+    "line", ["[2026-01-01 00:00:00] Finish: obj=Input(rid=1, text=2)", 'INFO request a: prompt: "hi", params: x']
+)
+def test_text_log_is_not_json(tmp_path, run, line):
+    (tmp_path / "server.log").write_text(line + "\n")
+    status, _, err = run("plan", tmp_path / "server.log")
+    assert status == 2
+    assert "not JSON" in err
+    assert "jq" not in err
+    assert "CSV" not in err
+
+
 @pytest.mark.parametrize("name", [name for name, (_, text) in FOREIGN.items() if text == LENGTHS or "jq" in text])
 def test_make_names_foreign_file(tmp_path, run, name):
     text, message = FOREIGN[name]

@@ -39,7 +39,7 @@ def read_trace(trace: TraceFile, folder: Path, bar: common.Bar, sample: float = 
 def doubts(
     compact: CompactTrace, num_untimed: int, missed_share: float = 1.0, work: tuple[float, int] | None = None
 ) -> list[str]:
-    """Return what a reader must know of a trace's times: that lines were sorted, and what makes their unit doubtful.
+    """Return lines about a trace's times: how many were sorted or missing, and why their unit is doubtful.
 
     `num_untimed` records had no time; `missed_share` of the tokens miss in a cache without limit. `work`: the prefill
     of a token in seconds, and engines.

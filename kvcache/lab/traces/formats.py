@@ -1,7 +1,8 @@
-"""Name the format of a record that is no request of a trace, and the next step."""
+"""Name the format of a file that is not a trace, and the next step."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ _LENGTHS = {
     *(*COUNTS, "contexttokens", "request_tokens", "num_prefill_tokens", "prompt_length", "prompt_len", "total_tokens"),
     *("input_lens", "input_len", "num_input_tokens"),
 }
+_HEADER = re.compile(r"[\ufeff\"\w ./()-]+(,[\"\w ./()-]+)+")
 _EMPTY: tuple[Any, ...] = (None, "", "{}", "[]", [], {})
 _RULES: tuple[tuple[set[str], str], ...] = (
     ({"hash_ids"}, "a trace, but not as JSONL: write one JSON object a line"),
@@ -33,7 +35,7 @@ _RULES: tuple[tuple[set[str], str], ...] = (
 
 
 def describe(record: Mapping[str, Any] | Iterable[str]) -> str:
-    """Return what a record, or the header of a CSV, is and what to do with it; "" if it is unknown."""
+    """Return the format of a record, or of a CSV's header, and the next step; "" if it is unknown."""
     if isinstance(record, Mapping):
         record = [name for name, value in record.items() if value not in _EMPTY]
     names = {plain_name(name) for name in record}
@@ -53,14 +55,16 @@ def describe(record: Mapping[str, Any] | Iterable[str]) -> str:
 
 
 def describe_text(line: str) -> str:
-    """Return what a line that is not a JSON object is and what to do with it; "" if it is unknown."""
+    """Return the format of a file whose first line is not a JSON object, and the next step; "" if it is unknown."""
     if line.startswith("PAR1"):
         return f"Parquet: duckdb -c \"copy (from 'FILE') to 'log.jsonl' (format json)\", then {MAKE}"
-    if line.startswith("["):
+    if line.startswith("[") and line[1:].lstrip()[:1] in ("", "{", "["):
         return "JSON, but one value over many lines or records: jq -c '.[]' FILE > lines.jsonl"
     if line.startswith("{"):
         return "JSON, but one value over many lines: jq -c . FILE > lines.jsonl" if line.rstrip()[-1] in "{,[" else ""
-    return "CSV: " + (describe(line.split(",")) or f"{MAKE} reads some") if "," in line else ""
+    if _HEADER.fullmatch(line.strip()) is None:
+        return ""
+    return "CSV: " + (describe(line.split(",")) or f"{MAKE} reads some")
 
 
 def plain_name(name: str) -> str:

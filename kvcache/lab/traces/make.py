@@ -53,7 +53,7 @@ class MadeTrace:
     """What `make_trace` has written.
 
     `late_requests` stood behind later ones and were sorted. `expanded_records` hold a conversation of several answers,
-    each of which became a request. `doubts` say what a reader must know of the times.
+    each of which became a request. `doubts` are lines about the times.
     """
 
     block_size: int
