@@ -327,6 +327,10 @@ class BlockPool:
         """Count the hits of a look-up that `count_lookup` has counted."""
         self._cache.hit_blocks += num_hits
 
+    def note_found(self, req_context: ReqContext, end_token: int) -> None:
+        """Record where in the prompt the leading run of blocks ends that memory and tiers hold, for several groups."""
+        self._request_keys_of(req_context).found_position = end_token
+
     def states(self, keys: list[bytes]) -> bytes:
         """Return the `BlockState` of each key as one byte. Counts no look-up."""
         return self._cache.status(keys)

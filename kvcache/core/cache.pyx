@@ -10,6 +10,7 @@ from cpython.mem cimport PyMem_Free
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint8_t, uint32_t
+from libc.string cimport memmove, memset
 
 from kvcache.core.event_log cimport EventLog
 from kvcache.core.eviction_queue cimport LISTED, Row, link_before
@@ -44,6 +45,17 @@ cdef enum:
 cdef enum:
     RUN_CHUNK = 16          # keys per look-up batch when the walk ends at the first miss
     STALE_PER_CALL = 8      # keys from before a reset that one call releases
+
+
+# Distinct keys of a store: all, absent ones, those that the gate keeps out, resident ones without a reference, and
+# those that are offered again; and the place of the last one.
+cdef struct Offer:
+    Py_ssize_t num_offered
+    Py_ssize_t num_new
+    Py_ssize_t num_gated
+    Py_ssize_t num_protected
+    Py_ssize_t num_again
+    Py_ssize_t last_place
 
 
 @cython.final
@@ -479,14 +491,11 @@ cdef class BlockCache:
         A policy that tracks uses may decline keys: it takes as many leading keys as it likes, and never refuses.
         """
         cdef RequestKeys names = RequestKeys.__new__(RequestKeys) if request_keys is None else request_keys
-        cdef Py_ssize_t i, place = -1, num_new = 0, num_gated = 0, num_offered = 0, num_protected = 0
-        cdef Py_ssize_t needed, num_taken, num_victims, n = len(keys)
+        cdef Py_ssize_t num_new, needed, num_taken, num_victims, most_victims, n = len(keys)
+        cdef Offer offer
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
         cdef bint may_decline = self.policy.tracks_uses
-        cdef uint32_t mark
-        cdef int32_t row
-        cdef Named* named
         cdef int64_t* ids
         cdef list stored, evicted
         cdef const uint8_t* admitted = NULL
@@ -498,33 +507,22 @@ cdef class BlockCache:
             self._begin(names)
             if may_decline and names.uses == NULL:
                 names.track_uses()
+            if self.policy.again_list >= 0:
+                batch.reserve(n + table.num_in_list[self.policy.again_list])
             names.resolve(table, keys, batch, True)
             names.read_positions(table, keys, batch)
-            mark = table.next_mark()
-            for i in range(n):
-                named = &names.named[batch.places[i]]
-                if named.mark == mark:
-                    continue
-                named.mark = mark
-                num_offered += 1
-                place = batch.places[i]
-                row = batch.rows[i]
-                if row != 0:
-                    table.rows[row].mark = mark
-                    num_protected += table.rows[row].ref_cnt == 0
-                elif admitted == NULL or admitted[i]:
-                    batch.picked[num_new] = i
-                    batch.picked_places[num_new] = place
-                    num_new += 1
-                else:
-                    num_gated += 1
-            needed = max(num_new - table.num_free, 0)
-            if needed > table.num_evictable - num_protected and not may_decline:
+            offer = self._pick(names, n, admitted)
+            num_new = offer.num_new
+            needed = most_victims = max(num_new - table.num_free, 0)
+            if needed > table.num_evictable - offer.num_protected and not may_decline:
                 return None
+            if self.policy.again_list >= 0:
+                self.policy.num_again = offer.num_again
+                most_victims = num_new + self.policy.num_more_victims(names, num_new)
             stored = new_list(num_new)
-            evicted = new_list(needed)
+            evicted = new_list(most_victims)
             output = _new_output(stored, num_new, evicted, &ids)
-            table.reserve_aside(num_protected)
+            table.reserve_aside(offer.num_protected)
             self.priorities.reserve(n)
             self.policy.reserve_policy(n)
             if request_keys is not None:
@@ -534,7 +532,8 @@ cdef class BlockCache:
             num_taken, num_victims = num_new, needed
             if may_decline:
                 num_taken = self.policy.on_offer(
-                    names, batch.picked_places, num_new, num_offered, place, batch.victims, &num_victims)
+                    names, batch.picked_places, num_new, offer.num_offered, offer.last_place, batch.victims,
+                    &num_victims)
                 _keep_taken(self.policy, names, batch, num_new)
             elif needed:
                 self.policy.choose_victims(needed, batch.victims)
@@ -550,12 +549,46 @@ cdef class BlockCache:
             Py_SET_SIZE(stored, num_taken)
             Py_SET_SIZE(evicted, num_victims)
             self.declined_blocks += num_new - num_taken
-            self.gated_blocks += num_gated + num_new - num_taken
+            self.gated_blocks += offer.num_gated + num_new - num_taken
             self._announce(evicted, True)
             self._end()
         if num_taken < num_new:
             output.store_spec.block_ids = output.store_spec.block_ids[:num_taken]
         return output
+
+    cdef Offer _pick(self, RequestKeys names, Py_ssize_t n, const uint8_t* admitted) noexcept:
+        """Mark the keys of the batch, and pick the absent ones that are admitted, and then those of `again_list`."""
+        cdef Batch batch = self.batch
+        cdef BlockTable table = self.table
+        cdef uint32_t mark = table.next_mark()
+        cdef Offer offer
+        cdef Named* named
+        cdef Py_ssize_t i
+        cdef int32_t row
+        memset(&offer, 0, sizeof(offer))
+        offer.last_place = -1
+        for i in range(n):
+            named = &names.named[batch.places[i]]
+            if named.mark == mark:
+                continue
+            named.mark = mark
+            offer.num_offered += 1
+            offer.last_place = batch.places[i]
+            row = batch.rows[i]
+            if row != 0:
+                table.rows[row].mark = mark
+                offer.num_protected += table.rows[row].ref_cnt == 0
+                if table.rows[row].list_idx == self.policy.again_list:
+                    offer.num_again += 1
+                    batch.picked_places[n - offer.num_again] = offer.last_place
+            elif admitted == NULL or admitted[i]:
+                batch.picked[offer.num_new] = i
+                batch.picked_places[offer.num_new] = offer.last_place
+                offer.num_new += 1
+            else:
+                offer.num_gated += 1
+        _offer_again(batch.picked_places, offer.num_new, offer.num_again, n)
+        return offer
 
     cdef void _insert(self, RequestKeys names, Py_ssize_t num_taken) noexcept:
         """Pass the admitted rows to the policy."""
@@ -718,6 +751,14 @@ cdef void _attach_behind(BlockTable table, const int32_t* rows, Py_ssize_t n, in
         else:
             attach(table, row)
         younger = row
+
+
+cdef void _offer_again(Py_ssize_t* places, Py_ssize_t num_new, Py_ssize_t num_again, Py_ssize_t n) noexcept nogil:
+    """Move the last `num_again` of `n` places behind the first `num_new`, in reverse order."""
+    cdef Py_ssize_t i
+    memmove(places + num_new, places + n - num_again, num_again * sizeof(Py_ssize_t))
+    for i in range(num_new, num_new + num_again // 2):
+        places[i], places[2 * num_new + num_again - 1 - i] = places[2 * num_new + num_again - 1 - i], places[i]
 
 
 cdef void _keep_taken(ReplacementPolicy policy, RequestKeys names, Batch batch, Py_ssize_t n) noexcept nogil:

@@ -28,6 +28,8 @@ cdef class ReplacementPolicy:
     cdef BlockTable table       # created by the subclass in __cinit__, with its number of lists
     cdef int64_t now_ns         # the time last set by the cache
     cdef bint takes_any         # whether `on_offer` marks the keys that it takes, instead of taking leading ones
+    cdef int32_t again_list     # offered rows of this list are offered again, behind the absent keys; -1: none
+    cdef Py_ssize_t num_again   # such keys of the call in progress
     cdef bint tracks_uses       # whether requests keep `KeyUse` and the last group of hooks is called
 
     # Required hooks.
@@ -65,6 +67,8 @@ cdef class ReplacementPolicy:
     # Count one use of each key that `request` has just used for the first time: its last `n` used keys.
     cdef void on_request_use(
         self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil
+    # Return how many rows more than `n` absent keys `on_offer` may evict.
+    cdef Py_ssize_t num_more_victims(self, RequestKeys request, Py_ssize_t n) noexcept nogil
     # Return how many leading keys of `n` absent ones, at `places` of `request`, to store. Write the rows to evict to
     # `victims`. The call offered `num_offered` distinct keys, the last one at `last_place`. Such a store is never
     # refused. With `takes_any`, the keys are those whose `KeyUse.is_taken` is set, and the cache clears it.

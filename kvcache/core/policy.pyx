@@ -25,6 +25,9 @@ cdef class ReplacementPolicy:
     The hooks of a compiled policy, over a table of rows.
     """
 
+    def __cinit__(self, *_):
+        self.again_list = -1
+
     @property
     def cache_capacity(self):
         """Capacity of the cache, in blocks."""
@@ -75,6 +78,9 @@ cdef class ReplacementPolicy:
         self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n
     ) noexcept nogil:
         pass
+
+    cdef Py_ssize_t num_more_victims(self, RequestKeys request, Py_ssize_t n) noexcept nogil:
+        return 0
 
     cdef Py_ssize_t on_offer(
         self, RequestKeys request, const Py_ssize_t* places, Py_ssize_t n, Py_ssize_t num_offered,

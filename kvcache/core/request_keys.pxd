@@ -48,7 +48,7 @@ cdef struct Span:
     int32_t tail
 
 cdef enum:
-    STATE_SIZE = 16         # words that a policy keeps per request, as a struct of its own
+    STATE_SIZE = 17         # words that a policy keeps per request, as a struct of its own
 
 
 @cython.final
@@ -79,6 +79,7 @@ cdef class RequestKeys:
     cdef Py_ssize_t num_positions   # positions read so far, for used and unused keys of the request
     cdef Py_ssize_t positions_at    # where reading resumes
     cdef int64_t largest_position
+    cdef public int64_t found_position      # of the last key without a gap in memory and tiers; 0: unknown
     cdef Py_ssize_t prompt_at       # in `positions`, behind the key that was last looked up
     cdef uint32_t num_in_order      # leading used keys whose positions were read and do not descend
     cdef bint is_out_of_order       # whether the used key after these breaks the order

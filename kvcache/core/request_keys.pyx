@@ -55,6 +55,7 @@ cdef class RequestKeys:
         self.head = self.finger = 0
         self.num_positions = self.positions_at = self.prompt_at = 0
         self.num_in_order = 0
+        self.found_position = 0
         self.is_out_of_order = False
         self.order_at = self.num_passed = 0
         memset(self.policy_state, 0, sizeof(self.policy_state))

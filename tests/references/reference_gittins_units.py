@@ -26,6 +26,8 @@ class Serving:
     mode: str = "new"
     loaded: int = 0
     hit: int = 0
+    has_hit_end: bool = False
+    has_passed_hit: bool = False
     ends: list[int] = field(default_factory=list)
     num_decided: int = 0
     num_prompt: int = 0  # positions of the path at the first offer
@@ -33,10 +35,18 @@ class Serving:
 
 
 class ReferenceUnits(ReferenceGittins):
-    """Anchors are what `gittins` knows. Windowed keys only count the boundaries that need them."""
+    """Anchors are what `gittins` knows. Windowed keys only count the boundaries that need them.
 
-    def __init__(self, cache_capacity: int, group_windows: Sequence[int | None]) -> None:
-        super().__init__(cache_capacity)
+    Above a tier, the rule has all slots but a share, through which the other blocks pass, first in, first out.
+    """
+
+    def __init__(self, cache_capacity: int, group_windows: Sequence[int | None], is_above_tier: bool = False) -> None:
+        self.share_slots = max(1, cache_capacity // 20) if is_above_tier else 0
+        self.is_above_tier = is_above_tier
+        self.in_share: OrderedDict[bytes, None] = OrderedDict()
+        self.num_slots = cache_capacity
+        self.num_evicted = 0  # by the last store
+        super().__init__(cache_capacity - self.share_slots)
         self.anchor_group = list(group_windows).index(None)
         self.windows = {group: window for group, window in enumerate(group_windows) if window is not None}
         self.needs: dict[bytes, int] = {}  # of each resident key that is no anchor: live boundaries whose set holds it
@@ -121,8 +131,9 @@ class ReferenceUnits(ReferenceGittins):
 
     def find_hit(self, path: list[bytes], prompt_tokens: int) -> tuple[int, list[int]]:
         limit = min(len(path), (prompt_tokens - 1) // TOKENS_PER_BLOCK)
-        full = next((i for i, key in enumerate(path[:limit]) if key not in self.blocks), limit)
-        hit = next(end for end in range(full, -1, -1) if self.is_set_resident(path, end))
+        held = self.blocks.keys() | self.needs.keys() | self.in_share.keys()
+        full = next((i for i, key in enumerate(path[:limit]) if key not in held), limit)
+        hit = next(end for end in range(full, -1, -1) if held.issuperset(self.set_of(path, end)))
         return hit, [end for end in sorted({full, limit}) if end > hit]
 
     def set_of(self, path: list[bytes], end: int) -> list[bytes]:
@@ -143,16 +154,25 @@ class ReferenceUnits(ReferenceGittins):
 
     def offer(self, request: Serving, keys: list[bytes]) -> None:
         """Store the keys of one call that are worth it."""
+        distinct = dict.fromkeys(keys)
+        again = [key for key in distinct if key in self.in_share]
+        absent = [key for key in distinct if key not in self.blocks and key not in self.needs]
+        absent = [key for key in absent if key not in self.in_share]
+        is_first = request.mode == "new" and request.loaded > 0
+        most_victims = len(absent) + min(len(self.in_share), len(again) + (len(request.named) if is_first else 0))
+        loaded = [key for key in request.named if key in self.in_share and key not in distinct] if is_first else []
+        loaded = [key for key in loaded if self.index_in(request, key) < request.loaded]
         self.use(request, keys, is_store=True)
         request.named.update(dict.fromkeys(keys, True))
-        absent = [key for key in dict.fromkeys(keys) if key not in self.blocks and key not in self.needs]
-        if any(self.anchor_of(key) not in request.path for key in absent) and request.mode != "lru":
+        candidates = absent + again + loaded
+        self.num_evicted = 0
+        if any(self.anchor_of(key) not in request.path for key in candidates) and request.mode != "lru":
             request.mode = "lru"
             self.lru_requests += 1
-        self._recall([key for key in absent if self.is_anchor(key)], keys, request.uses)
+        self._recall([key for key in candidates if self.is_anchor(key)], keys, request.uses)
         self.named = {*keys, *self.pending}
         if request.mode == "lru":
-            room = self.cache_capacity - len(self.blocks) - len(self.needs)
+            room = self.num_free
             room += self.evict_blocks(len(absent) - room)
             self.stored = absent[:room]
             for key in self.stored:
@@ -163,10 +183,30 @@ class ReferenceUnits(ReferenceGittins):
                 self.find_ends(request, keys)
             self.move_reply_end(request, keys)
             if not request.has_reply_end:
-                self.move_ends(request, keys, absent)
-            self.store(request, keys, absent)
+                self.move_ends(request, keys, candidates)
+            self.store(request, candidates, absent, most_victims)
         self.pending.update(self.stored)
         self._trim()
+
+    @property
+    def num_free(self) -> int:
+        return self.num_slots - len(self.blocks) - len(self.needs) - len(self.in_share)
+
+    def move_in(self, keys: list[bytes]) -> None:
+        """Let blocks that a tier reads pass."""
+        self.named = set(self.pending)
+        self.make_way_for(len(keys) - self.num_free, len(keys) - self.num_free)
+        self.stored = keys[: self.num_free]
+        self.in_share.update(dict.fromkeys(self.stored))
+        self._trim()
+
+    def make_way_for(self, n: int, need: int) -> int:
+        """Evict passing keys, oldest first, and where fewer than `need` are idle, others. Return how many left."""
+        got = 0
+        for key in [key for key in self.in_share if key not in self.pending][: max(n, 0)]:
+            del self.in_share[key]
+            got += 1
+        return got + (self.evict_blocks(need - got) if got < need else 0)
 
     def find_ends(self, request: Serving, keys: list[bytes]) -> None:
         path, request.mode, request.num_prompt = request.path, "open", len(request.path)
@@ -174,11 +214,14 @@ class ReferenceUnits(ReferenceGittins):
         if limit and path[-1] in keys:
             limit = next((end for end in range(limit, 0, -1) if self.offers_end(path, end, keys)), 0)
             limit = limit if limit > request.loaded else 0
-        full = next((i for i, key in enumerate(path[: limit or None]) if key not in self.blocks), limit or len(path))
+        held = self.blocks.keys() | self.in_share.keys()
+        full = next((i for i, key in enumerate(path[: limit or None]) if key not in held), limit or len(path))
         request.hit = min(full, request.loaded) or next(
             (end for end in range(full, 0, -1) if path[end - 1] in self.boundaries), 0
         )
-        request.ends = [end for end in sorted({full, limit}) if end > request.hit and limit >= full]
+        request.has_hit_end = self.is_above_tier and request.hit > 0 and request.loaded > 0
+        request.ends = [request.hit] * request.has_hit_end
+        request.ends += [end for end in sorted({full, limit}) if end > request.hit and limit >= full]
 
     def offers_end(self, path: list[bytes], end: int, keys: list[bytes]) -> bool:
         return any(make_offload_key(path[end - 1][:-4], group) in keys for group in self.windows)
@@ -218,19 +261,20 @@ class ReferenceUnits(ReferenceGittins):
                 self.add_end(request, end, keys)
 
     def add_end(self, request: Serving, end: int, keys: list[bytes]) -> None:
-        ends, path = request.ends, request.path
+        first, path = int(request.has_hit_end), request.path
+        ends, num_decided = request.ends[first:], request.num_decided - first
         if end in ends or end <= request.hit:
             return
         if ends and ends[-1] == end + 1 == len(path) and not self.offers_end(path, end + 1, keys):
-            ends[-1] = end
+            request.ends[-1] = end
             return
         if len(ends) == 2:
-            if request.num_decided or self.offers_end(path, ends[0], keys):
+            if num_decided > 0 or self.offers_end(path, ends[0], keys):
                 return
             del ends[0]
-        elif request.num_decided and (request.num_decided > len(ends) or (ends and end < ends[0])):
+        elif num_decided > 0 and (num_decided > len(ends) or (ends and end < ends[0])):
             request.num_decided += 1
-        request.ends = sorted([*ends, end])
+        request.ends = request.ends[:first] + sorted([*ends, end])
 
     def new_keys(self, request: Serving, absent: list[bytes]) -> list[tuple[bytes, int, int]]:
         """Return the keys that may be stored, each with its index on the path and its unit."""
@@ -245,22 +289,67 @@ class ReferenceUnits(ReferenceGittins):
                 unit += 1
         return [(key, *place) for key, place in new.items()]
 
-    def store(self, request: Serving, keys: list[bytes], absent: list[bytes]) -> None:
+    def store(self, request: Serving, candidates: list[bytes], absent: list[bytes], most_victims: int) -> None:
         path = request.path
-        new = self.new_keys(request, absent)
+        places = self.new_keys(request, candidates)
         self.named.update(path, *(self.set_of(path, end) for end in request.ends))
-        self.stored = [key for key, _, _ in new[: self.free_slots(request, new)]]
-        for key, index, _ in new[: len(self.stored)]:
+        num_stored, new = self.free_slots(request, places), [key for key, _, _ in places]
+        num_forced = 0 if num_stored else self.force_loads(request, new)
+        kept, passing = new[: num_stored + num_forced], []
+        if self.is_above_tier:
+            kept, passing = self.pass_on(kept, new, absent, most_victims)
+        for key in kept:
+            index = self.index_in(request, key)
             self.enter(key, path[index - 1] if index and self.is_anchor(key) else None)
             if self.is_anchor(key):
                 self.group_of[key].resident[key] = None
+        self.stored = [key for key in kept + passing if key in absent]
+        self.in_share.update(dict.fromkeys(passing))
+        if not num_forced:
+            self.complete(request)
+            return
+        for key in kept:
+            if self.needs.get(key) == 0:
+                self.queue(key)
+        for key in kept:
+            if key in self.blocks and self.kids[key] == 0 and key not in self.boundaries:
+                self.queue(key)
+
+    def force_loads(self, request: Serving, new: list[bytes]) -> int:
+        """Make room for the first loads without a test, if more are declined than pass. Return their number."""
+        is_load = [key in self.in_share and self.index_in(request, key) < request.loaded for key in new]
+        num_loads = [*is_load, False].index(False)
+        if not self.is_above_tier or num_loads <= self.share_slots:
+            return 0
+        self.complete(request)
+        room = max(0, self.cache_capacity - len(self.blocks) - len(self.needs))
+        num_forced = num_loads - self.share_slots
+        return min(num_forced, room + self.evict_blocks(num_forced - room))
+
+    def pass_on(
+        self, kept: list[bytes], new: list[bytes], absent: list[bytes], most_victims: int
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Return the keys that the rule keeps, and the absent keys that pass, in their order."""
+        passing = [key for key in new[len(kept) :] if key in absent] + [key for key in absent if key not in new]
+        need = sum(key in absent for key in kept) + len(passing) - self.num_free
+        for key in kept:
+            self.in_share.pop(key, None)
+        over = min(len(self.in_share) + len(passing) - self.share_slots, most_victims - self.num_evicted)
+        need -= self.make_way_for(max(need, over), need)
+        dropped = [key for key in reversed(kept + passing) if key in absent][: max(need, 0)]
+        return [key for key in kept if key not in dropped], [key for key in passing if key not in dropped]
+
+    def complete(self, request: Serving) -> None:
+        """Make the boundaries whose sets are complete, and give up the one that the request has passed."""
+        path = request.path
         deepest = request.hit
-        for end in request.ends:
+        for end in request.ends[request.has_hit_end and request.has_passed_hit :]:
             if path[end - 1] in self.boundaries or (self.is_chain(path, end) and self.is_set_resident(path, end)):
                 if path[end - 1] not in self.boundaries:
                     self.make_boundary(path, end)
                 deepest = end
         hit = request.hit
+        request.has_passed_hit = request.has_passed_hit or deepest > hit > 0
         if deepest > hit > 0 and path[hit - 1] in self.boundaries:
             nearest = path[max(hit - WAY_BACK * sum(self.windows.values()), 0) : hit - 1]
             if not self.boundaries.isdisjoint(nearest):
@@ -278,7 +367,7 @@ class ReferenceUnits(ReferenceGittins):
 
     def free_slots(self, request: Serving, new: list[tuple[bytes, int, int]]) -> int:
         """Decide and evict for one unit after the other, and return how many of the new keys are stored."""
-        room, start = self.cache_capacity - len(self.blocks) - len(self.needs), 0
+        room, start = max(0, self.cache_capacity - len(self.blocks) - len(self.needs)), 0
         while start < len(new) and request.mode == "open":
             unit = new[start][2]
             stop = next((i for i in range(start, len(new)) if new[i][2] != unit), len(new))
@@ -338,6 +427,7 @@ class ReferenceUnits(ReferenceGittins):
                 break
             del self.leave_first[key]
             got += 1
+            self.num_evicted += 1
             if key in self.needs:
                 del self.needs[key]
                 continue
@@ -373,6 +463,10 @@ class ReferenceUnits(ReferenceGittins):
         if request.mode == "lru":
             return
         num_resident = next((i for i, key in enumerate(request.path) if key not in self.blocks), len(request.path))
+        if self.is_above_tier and num_resident < len(request.path) and (
+            request.path[num_resident] in self.in_share or num_resident < request.loaded
+        ):
+            return
         last = request.path[num_resident - 1] if 0 < num_resident < len(request.path) else None
         if last is not None and not request.named[request.path[num_resident]] and last not in self.boundaries:
             self.give_up(last)
@@ -383,6 +477,9 @@ class ReferenceUnits(ReferenceGittins):
         if not failed:
             return
         self.pending.difference_update(failed)
+        for key in [key for key in failed if key in self.in_share]:
+            del self.in_share[key]
+            failed.remove(key)
         for key in failed:
             self.leave_first.pop(key, None)
             if key in self.group_of:

@@ -44,7 +44,9 @@ class EngineRequest(ReqContext):
     The context holds the end position of each key's block; vLLM adds positions while the request runs.
     """
 
-    __slots__ = ("has_ended", "may_load_below", "num_path_positions", "promoted", "transfers", "waits_until_s")
+    __slots__ = (
+        "found_tokens", "has_ended", "may_load_below", "num_path_positions", "promoted", "transfers", "waits_until_s",
+    )
 
     def __init__(self, req_context: Any) -> None:
         super().__init__(req_context.req_id, req_context.kv_transfer_params)
@@ -52,6 +54,8 @@ class EngineRequest(ReqContext):
         self.has_ended = False
         # Of the positions up to here, the keys of the group without a window were used.
         self.num_path_positions = 0
+        # Where the leading run of blocks without a window ends that memory and tiers hold.
+        self.found_tokens = 0
         # Its running loads and stores: number of resets before, and keys in the order of the prompt.
         self.transfers: list[tuple[int, list[bytes]]] = []
         # Keys that were not in host memory at their first look-up: if they are loaded, a tier promoted them.

@@ -99,8 +99,8 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         if self.extra_config.get("cache_policy") not in (None, DEFAULT_POLICY):
             return
         try:
-            if self.node_pool or self.settings.tiers:
-                raise ValueError("a shared pool and tiers need every block")
+            if self.node_pool:
+                raise ValueError("a pool of all engines needs every block")
             windows = tuple(check_windows(find_windows(self.config.groups, caller)))
             self.settings = replace(self.settings, cache_policy=DEFAULT_POLICY, group_windows=windows)
         except ValueError as error:

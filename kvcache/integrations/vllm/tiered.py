@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcache import events
-from kvcache.block import ASK_AGAIN, PENDING
+from kvcache.block import ASK_AGAIN, PENDING, READY
 from kvcache.integrations.vllm.manager import (
     RESULTS,
     EngineRequest,
@@ -132,13 +132,26 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
         status = self._tiered.status(key, ours)
         if status in (PENDING, ASK_AGAIN) and self._tiered.policy.get(key) is None:
             ours.promoted.add(key)
+        # There are at most 64 groups.
+        if key[-1] == self.path_group and status in (READY, PENDING):
+            ours.found_tokens = max(ours.found_tokens, ours.get_offload_key_position(key) or 0)
         # A block that a tier holds is pending, which counts as a hit: the search of a sliding window ends there.
         return RESULTS[status]
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
         if self._watch is not None:
             self._watch.on_load(req_context.req_id, _end_tokens(keys, req_context))
-        return super().prepare_load(keys, req_context)
+        spec = super().prepare_load(keys, req_context)
+        if self.path_group is not None:
+            # The policy decides now which of the loaded blocks stay: the request may never store any.
+            self._tiered.prepare_store([], req_context.get_state(EngineRequest))
+        return spec
+
+    def _used(self, req_context: Any) -> EngineRequest:
+        ours: EngineRequest = req_context.get_state(EngineRequest)
+        if ours.found_tokens and not ours.num_path_positions:
+            self._tiered.pool.note_found(ours, ours.found_tokens)
+        return super()._used(req_context)
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
         if self._watch is not None:

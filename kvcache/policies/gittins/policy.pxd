@@ -8,6 +8,9 @@ from kvcache.policies.gittins.groups cimport MOST_GROUPS, AgedGroups
 from kvcache.policies.gittins.values cimport CLASSES_PER_HINT, ValueTable
 
 cdef enum:
+    QUEUED_SHARE = 20           # above a tier, one in so many blocks may be queued, or pass
+
+cdef enum:
     SHARING_SHIFT = 27          # bit offset in a label; MOST_GROUPS = 1 << SHARING_SHIFT
 
 cdef enum:
@@ -15,7 +18,8 @@ cdef enum:
     GROUPED = 0
     QUEUED = 1                  # blocks that leave first, oldest first
     WINDOWED = 2                # with several KV-cache groups: needed blocks of groups with a window
-    NUM_LISTS = 3
+    PASSING = 3                 # above a tier, with several groups: blocks that the rule does not count as resident
+    NUM_LISTS = 4
 
 # A group that a request has made, and its serial then. Another serial: the group was freed.
 cdef struct MadeGroup:
@@ -74,6 +78,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef int64_t start_ms
     cdef uint64_t era
     cdef public bint stores_all
+    cdef Py_ssize_t memory_size       # remembered keys
     cdef int32_t queue_first          # keys that leave first, oldest first; 0: none
     cdef int32_t queue_last
     cdef Py_ssize_t num_grouped         # the first `num_grouped` keys that `on_offer` accepted enter their groups

@@ -34,7 +34,6 @@ cdef enum:
     SPARE_KEYS = 4096           # two keys per key of the longest request, and one in SPARE_SHARE of the capacity,
     SPARE_SHARE = 2             # may be remembered for a while: growing the memory would take milliseconds
     AHEAD = 8                   # ghosts prefetched ahead of their use
-    QUEUED_SHARE = 20           # above a tier, one in so many blocks may be queued
 
 
 cdef class GittinsCachePolicy(PolicyAdapter):
@@ -71,6 +70,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.aged = AgedGroups(self.values)
         # Pages stay untouched until used. Growing would copy megabytes.
         self.aged.grow(cache_capacity + SPARE_KEYS)
+        self.memory_size = MEMORY_FACTOR * cache_capacity
         self.memory = GhostList(MEMORY_FACTOR * cache_capacity + cache_capacity // SPARE_SHARE + SPARE_KEYS, tight=True)
         self.on_reset()
 
@@ -135,7 +135,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef void _trim(self) noexcept nogil:
         """Drop the oldest remembered keys beyond the size of the memory."""
-        cdef Py_ssize_t i, num_over = self.memory.num_ghosts - MEMORY_FACTOR * self.table.cache_capacity
+        cdef Py_ssize_t i, num_over = self.memory.num_ghosts - self.memory_size
         cdef int32_t ahead = self.memory.ghosts[0].next
         for i in range(num_over + AHEAD):
             prefetch_ghost(self.memory, self.memory.ghosts[ahead].hash)
@@ -383,7 +383,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         if next_use >= self.values.num_hints:
             self._take_up_hint(next_use)
         for i in range(n):
-            row = rows[i]
+            row = rows[i] if self.table.rows[rows[i]].list_idx != PASSING else 0
             ghost = self.memory.find(hashes[i]) if row == 0 else 0
             label = self._label_of(row, ghost)
             group = group_in(label)

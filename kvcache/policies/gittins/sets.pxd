@@ -5,7 +5,8 @@ from libc.stdint cimport int32_t, int64_t
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport BlockTable
 
-# A windowed key of a set: the anchor at its position, its place + 1 in the request (0: unused), its row (0: absent).
+# A windowed key of a set: the anchor at its position, its place + 1 in the request (0: unused), and its row (0: absent,
+# or passing).
 cdef struct SetKey:
     int32_t anchor
     int32_t place

@@ -12,6 +12,7 @@ from libc.string cimport memcmp, memcpy, memset
 from kvcache.core.index cimport Probe, hash_of_bytes, index_first, index_next
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport BlockTable, PyBytes_CheckExact, PyBytes_GET_SIZE
+from kvcache.policies.gittins.policy cimport PASSING
 
 cdef extern from "Python.h":
     char* PyBytes_AS_STRING(PyObject* key) noexcept nogil
@@ -111,7 +112,7 @@ cdef class GroupSets:
     cdef Py_ssize_t read(self, RequestKeys names, int32_t end) noexcept nogil:
         """Write the set of an end to `keys`, by group, shallow to deep. Return the number of its keys."""
         cdef Py_ssize_t i, length = 0, count = 0
-        cdef int32_t place, anchor = end
+        cdef int32_t place, row, anchor = end
         cdef int group
         while anchor != 0 and length < self.largest_window:
             self.reach[length] = anchor
@@ -123,8 +124,9 @@ cdef class GroupSets:
                 place = self.neighbour(names, anchor, group)
                 self.keys[count].anchor = anchor
                 self.keys[count].place = place
-                self.keys[count].row = (names.row_now(self.table, place - 1) if place != 0
-                                        else self.windowed_row(names.named[anchor - 1].key, group))
+                row = (names.row_now(self.table, place - 1) if place != 0
+                       else self.windowed_row(names.named[anchor - 1].key, group))
+                self.keys[count].row = row if self.table.rows[row].list_idx != PASSING else 0
                 count += 1
         return count
 

@@ -7,17 +7,20 @@ too. One missing windowed key makes all blocks back to the previous such place u
 cimport cython
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
-from libc.string cimport memset
+from libc.string cimport memmove, memset
 
 from kvcache.core.eviction_queue cimport Row
+from kvcache.core.ghosts cimport GhostList
 from kvcache.core.index cimport zeroed
-from kvcache.core.request_keys cimport RequestKeys
+from kvcache.core.request_keys cimport STATE_SIZE, RequestKeys
 from kvcache.core.table cimport count_rows
 from kvcache.policies.gittins.groups cimport HOLDERS, class_of, lowest_bit
 from kvcache.policies.gittins.policy cimport (
-    GROUPED, NUM_LISTS, QUEUED, WINDOWED, GittinsCachePolicy, Label, MadeGroup, RequestState, group_in,
+    GROUPED, NUM_LISTS, PASSING, QUEUED, QUEUED_SHARE, WINDOWED, GittinsCachePolicy, Label, MadeGroup, RequestState,
+    group_in,
 )
 from kvcache.policies.gittins.sets cimport GroupSets, anchor_after, anchor_before, position_of
+from kvcache.policies.gittins.share cimport Share
 from kvcache.policies.gittins.values cimport CLASSES_PER_HINT, NUM_BINS
 
 from kvcache.block import BlockStateError
@@ -29,6 +32,7 @@ cdef enum:
     MOST_PASSED = 1024      # rows and groups in use that one store skips
     LEAVING = NUM_LISTS     # in place of a list, of a row that is being removed
     MOST_ENDS = 2           # ends of a prompt: behind its leading resident anchors, and behind its last one
+    MEMORY_FACTOR = 4
 
 # What the rule does with a request.
 cdef enum:
@@ -47,10 +51,12 @@ cdef struct Progress:
     uint64_t era            # of the policy; another one: the policy was reset
     int64_t loaded          # the largest position of a windowed key that was loaded
     int32_t hit             # the anchor at which the request resumes; later the end before its reply's
-    int32_t[MOST_ENDS + 1] ends     # the last anchor before each end; the last one may be its reply's
+    int32_t[MOST_ENDS + 2] ends     # the last anchor before each end; the last one may be its reply's
     int32_t num_named       # keys that the request had named after its first offer
     uint8_t has_reply_end
+    uint8_t has_hit_end     # the first end is the hit: a tier may have read its blocks
     uint8_t num_ends
+    uint8_t has_passed_hit     # it has made a deeper boundary
     uint8_t num_decided     # units; the last unit holds the anchors behind the last end
     uint8_t mode
 
@@ -67,6 +73,14 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     """UnitGittinsPolicy(cache_capacity)
 
     `gittins` for models with several KV-cache groups. Call `set_group_windows` before the first use.
+
+    Attributes
+    ----------
+    stores_all : bool
+        Whether tiers below hold blocks, too. Declined blocks then pass through a share of the slots, first in, first
+        out, and the rule does not count them as resident. What a tier read is stored or declined like a new block.
+    spare_slots : int
+        Slots that the rule and the share leave free; blocks that pass leave only when a later store has none.
 
     Notes
     -----
@@ -89,15 +103,28 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef uint64_t* anchor_hashes        # [room], behind `new`: the anchors that the request uses for the first time
     cdef int32_t* anchor_rows
     cdef int32_t* anchor_places
+    cdef Py_ssize_t* candidates         # [room]: the keys that the rule decides on, absent ones first
     cdef Py_ssize_t room
     cdef Py_ssize_t num_new
     cdef int32_t passed_over            # the last queued row that is in use, for the rest of the store
     cdef int num_passes                 # rows and groups in use that this store may still pass over
     cdef readonly uint64_t lru_requests
+    cdef readonly uint64_t forced_blocks    # stored without a test, because the share was in use
+    cdef public Py_ssize_t spare_slots
+    cdef Share share
+    cdef Py_ssize_t share_slots
+    cdef Py_ssize_t num_stored          # of the call in progress: leading new keys that the rule stores; the rest pass
+    cdef Py_ssize_t most_victims
+    cdef bint is_complete               # the call in progress has made its boundaries already
     cdef bint has_failed                # a failed store may have left other requests' boundaries incomplete
 
     def __cinit__(self, cache_capacity):
+        # Progress lies behind the RequestState.
+        if sizeof(RequestState) + sizeof(Progress) > STATE_SIZE * sizeof(uint64_t):
+            raise MemoryError(f"a request needs {sizeof(RequestState) + sizeof(Progress)} bytes of state")
         self.takes_any = True
+        self.again_list = PASSING
+        self.share = Share(self.table)
         self.sets = GroupSets(self.table, [None])
         self.units = <Unit*> zeroed(self.table.num_rows * sizeof(Unit))
         if self.units == NULL:
@@ -109,15 +136,21 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
 
     cdef int reserve_policy(self, Py_ssize_t n) except -1:
         cdef void* block
+        cdef Py_ssize_t num_slots = self.table.cache_capacity - self.spare_slots
+        self.share_slots = max(1, num_slots // QUEUED_SHARE) if self.stores_all else 0
+        self.memory_size = MEMORY_FACTOR * (num_slots - self.share_slots)
+        # A request may name passing keys that a call does not offer.
+        n += self.table.num_in_list[PASSING]
         GittinsCachePolicy.reserve_policy(self, n)
         if n > self.room:
-            block = realloc(self.new, 2 * n * (sizeof(NewKey) + sizeof(uint64_t) + 2 * sizeof(int32_t)))
+            block = realloc(self.new, 2 * n * (sizeof(NewKey) + 2 * sizeof(uint64_t) + 2 * sizeof(int32_t)))
             if block == NULL:
                 raise MemoryError(f"no memory for a call of {n} keys")
             self.room = 2 * n
             self.new = <NewKey*> block
             self.anchor_hashes = <uint64_t*> (self.new + self.room)
-            self.anchor_rows = <int32_t*> (self.anchor_hashes + self.room)
+            self.candidates = <Py_ssize_t*> (self.anchor_hashes + self.room)
+            self.anchor_rows = <int32_t*> (self.candidates + self.room)
             self.anchor_places = self.anchor_rows + self.room
         return 0
 
@@ -137,8 +170,10 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         self.sets = GroupSets(self.table, windows)
 
     def gauges(self):
-        """Return the gauges of `gittins`, and the number of requests that were served by lru."""
-        return {**GittinsCachePolicy.gauges(self), "lru_requests": self.lru_requests}
+        """Return the gauges of `gittins`, the requests served by lru, and the blocks stored without a test."""
+        return {
+            **GittinsCachePolicy.gauges(self), "lru_requests": self.lru_requests, "forced_blocks": self.forced_blocks,
+        }
 
     @property
     def leave_first(self):
@@ -151,9 +186,26 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         return keys
 
     @property
+    def passing(self):
+        """Keys in the share, oldest first."""
+        return self.share.keys
+
+    @property
     def listed(self):
         """The lists of anchors: (class, bin, keys in path order) of each group, the oldest of a cell first."""
         return self.aged.listed(self.table)
+
+    cdef int32_t _row_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
+        """Return the row of a key that is resident for the rule, or 0."""
+        cdef int32_t row = names.row_now(self.table, place)
+        return row if self.table.rows[row].list_idx != PASSING else 0
+
+    cdef Py_ssize_t _room(self) noexcept nogil:
+        """Return how many more keys the rule may hold."""
+        if not self.stores_all:
+            return self.table.num_free
+        return max(0, self.table.cache_capacity - self.spare_slots - self.share_slots
+                   - self.table.num_resident + self.table.num_in_list[PASSING])
 
     cdef bint _has_set(self, RequestKeys names, int32_t end) noexcept nogil:
         """Return whether the set of an end is resident."""
@@ -176,13 +228,13 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         if not self._has_set(names, end):
             return False
         for i in range(self.sets.largest_window):
-            row = names.row_now(self.table, end - 1)
+            row = self._row_of(names, end - 1)
             if row == 0:
                 return False
             before = anchor_before(names, end)
             parent = self._parent_of(row)
             if i + 1 < self.sets.largest_window and parent != (
-                    names.row_now(self.table, before - 1) if before != 0 else 0):
+                    self._row_of(names, before - 1) if before != 0 else 0):
                 return False
             if before == 0:
                 return parent == 0
@@ -275,7 +327,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                 self._serve_by_lru(progress)
             elif group == self.sets.anchor_group:
                 places[count] = place
-                anchor_rows[count] = rows[i]
+                anchor_rows[count] = rows[i] if self.table.rows[rows[i]].list_idx != PASSING else 0
                 anchor_hashes[count] = hashes[i]
                 count += 1
             elif request.named[place].mark == 0:
@@ -311,14 +363,20 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         int32_t* victims, Py_ssize_t* num_victims
     ) noexcept nogil:
         """Mark the keys to store. They are whole units, but where too many blocks are in use."""
-        cdef Py_ssize_t i, num_taken = 0
+        cdef Py_ssize_t i, num_taken = 0, num_absent = n
         cdef Progress* progress = self._progress_of(names)
         num_victims[0] = 0
         self.num_new = 0
         self.passed_over = 0
         self.num_passes = MOST_PASSED
+        self.is_complete = False
+        if self.stores_all:
+            if not names.num_positions and progress.mode == NEW:
+                return self._move_in(names, places, n, victims, num_victims)
+            n = self._add_passing(names, progress, places, n)
+            places = self.candidates
         if not names.num_positions:
-            progress.mode = BY_LRU      # a move between tiers, or a call without a request
+            progress.mode = BY_LRU      # a call without a request
         self._recall(names, places, n, num_offered, last_place)
         for i in range(n):
             names.uses[places[i]].is_taken = True
@@ -329,24 +387,144 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             if not progress.has_reply_end:
                 self._move_ends(names, progress, places, n)
             self._order_new_keys(names, progress, places, n)
-            num_taken = self._make_room(names, progress, victims, num_victims)
-        if progress.mode == BY_LRU:
-            for i in range(num_taken, self.num_new):
-                names.uses[self.new[i].place].is_taken = True
-            self.num_new = num_taken
-            for i in range(n):
-                if names.uses[places[i]].is_taken:
-                    self._add_new(names, places[i], 0, 0, True)
-            num_taken = min(n, self._evict_for(None, n, victims, num_victims))
+            self.num_stored = self._make_room(names, progress, victims, num_victims)
+            if self.stores_all:
+                self._pass_on(names, progress, num_absent, victims, num_victims)
+            else:
+                self.num_new = self.num_stored
+        else:
+            for i in range(num_absent):
+                self._add_new(names, places[i], 0, 0, True)
+            self.num_new = self.num_stored = min(
+                num_absent, self._evict_for(None, num_absent, self.table.num_free, victims, num_victims))
         for i in range(n):
             names.uses[places[i]].is_taken = False
         self._remember_rows(victims, num_victims[0])
-        for i in range(num_taken):
-            names.uses[self.new[i].place].is_taken = True
-        self.num_new = num_taken
+        for i in range(self.num_new):
+            if names.row_now(self.table, self.new[i].place) == 0:
+                names.uses[self.new[i].place].is_taken = True
+                num_taken += 1
         if num_taken == 0:
-            self._complete(names, progress)
+            self._insert(names, progress)
         return num_taken
+
+    cdef Py_ssize_t num_more_victims(self, RequestKeys request, Py_ssize_t n) noexcept nogil:
+        """Return how many passing rows a store of `n` absent keys may let in or evict."""
+        cdef Py_ssize_t num_more = self.table.num_in_list[PASSING]
+        cdef const Progress* progress = self._progress_of(request)
+        if not self.spare_slots:
+            num_more = min(num_more, self.num_again + (
+                request.num_seen if progress.mode == NEW and progress.loaded > 0 else 0))
+        self.most_victims = n + num_more
+        return num_more
+
+    cdef Py_ssize_t _move_in(
+        self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n, int32_t* victims, Py_ssize_t* num_victims
+    ) noexcept nogil:
+        """Let blocks that a tier reads pass. If the share is in use, they take victims without a test."""
+        cdef Py_ssize_t i, need = n - self.table.num_free
+        if need > 0:
+            num_victims[0] = self._make_way_for(None, need, need, victims)
+            self._remember_rows(victims, num_victims[0])
+        self.num_new = min(n, self.table.num_free + num_victims[0])
+        self.num_stored = 0
+        for i in range(self.num_new):
+            names.uses[places[i]].is_taken = True
+            self.new[i] = NewKey(places[i], 0, 0, True)
+        self._trim()
+        return self.num_new
+
+    cdef Py_ssize_t _make_way_for(
+        self, RequestKeys names, Py_ssize_t n, Py_ssize_t need, int32_t* victims
+    ) noexcept nogil:
+        """Select `n` passing victims, oldest first. Where fewer than `need` are idle, the rule gives up more."""
+        cdef Py_ssize_t got = self.share.evict(n, LEAVING, victims), num_forced = 0
+        if got < need:
+            num_forced = self._evict_blocks(names, need - got, victims + got)
+        self.forced_blocks += num_forced
+        return got + num_forced
+
+    cdef Py_ssize_t _add_passing(
+        self, RequestKeys names, const Progress* progress, const Py_ssize_t* places, Py_ssize_t n
+    ) noexcept nogil:
+        """List, behind the absent keys, the passing keys that the call offers or that the request has loaded.
+
+        The rule decides on them as on absent keys. Return the number of all.
+        """
+        cdef Py_ssize_t i, count = n + self.num_again
+        cdef int32_t place, row
+        for i in range(count):
+            self.candidates[i] = places[i]
+        if progress.mode == NEW and progress.loaded > 0:
+            for i in range(names.num_seen):
+                place = names.used[i]
+                row = names.row_now(self.table, place)
+                if (self.table.rows[row].list_idx == PASSING and names.named[place].mark != self.table.mark
+                        and names.uses[place].position <= progress.loaded):
+                    self.candidates[count] = place
+                    count += 1
+        return count
+
+    cdef void _pass_on(
+        self, RequestKeys names, Progress* progress, Py_ssize_t num_absent, int32_t* victims, Py_ssize_t* num_victims
+    ) noexcept nogil:
+        """Let the absent keys that the rule declines pass through the share, the head of the prompt first.
+
+        Passing keys that the rule stores leave the share. Where too many blocks are in use, the last keys are declined.
+        """
+        cdef Py_ssize_t i, need, num_over, num_new
+        cdef int32_t row
+        self._force_loads(names, progress, victims, num_victims)
+        need = -self.table.num_free - num_victims[0]
+        for i in range(self.num_stored):
+            row = names.row_now(self.table, self.new[i].place)
+            need += row == 0
+            if row != 0:
+                self.share.remove(row)
+                count_rows(self.table, PASSING, -1)
+                self.table.rows[row].list_idx = LEAVING
+        num_new = self.num_stored
+        for i in range(self.num_stored, self.num_new):
+            if names.row_now(self.table, self.new[i].place) == 0:
+                self.new[num_new] = self.new[i]
+                num_new += 1
+        self.num_new = num_new
+        for i in range(num_absent):
+            if names.uses[self.candidates[i]].is_taken:
+                self._add_new(names, self.candidates[i], 0, 0, True)
+        need += self.num_new - self.num_stored
+        num_over = self.table.num_in_list[PASSING] + self.num_new - self.num_stored - self.share_slots
+        num_over = min(num_over, self.most_victims - num_victims[0])
+        i = self._make_way_for(names, max(need, num_over), need, victims + num_victims[0])
+        num_victims[0] += i
+        need -= i
+        i = self.num_new
+        while need > 0 and i > 0:
+            i -= 1
+            if names.row_now(self.table, self.new[i].place) == 0:
+                memmove(&self.new[i], &self.new[i + 1], (self.num_new - i - 1) * sizeof(NewKey))
+                self.num_new -= 1
+                self.num_stored -= i < self.num_stored
+                need -= 1
+
+    cdef void _force_loads(
+        self, RequestKeys names, Progress* progress, int32_t* victims, Py_ssize_t* num_victims
+    ) noexcept nogil:
+        """Store the first of the declined loads without a test, if they are more than the share has slots."""
+        cdef Py_ssize_t num_loads = 0, room
+        if self.num_stored != 0:
+            return
+        while (num_loads < self.num_new and names.row_now(self.table, self.new[num_loads].place) != 0
+                and position_of(names, self.new[num_loads].anchor) <= progress.loaded):
+            num_loads += 1
+        if num_loads <= self.share_slots:
+            return
+        self._complete(names, progress)
+        self.is_complete = True
+        room = self._room()
+        self.num_stored = min(num_loads - self.share_slots, self._evict_for(
+            names, num_loads - self.share_slots, room, victims, num_victims))
+        self.forced_blocks += self.num_stored
 
     cdef void _recall(
         self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n, Py_ssize_t num_offered, Py_ssize_t last_place
@@ -379,12 +557,14 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         prompt is taken to end with the path, until windowed keys are offered.
         """
         cdef int32_t limit = self._last_anchor(names), full = 0, hit, anchor = anchor_after(names, 0)
+        cdef int64_t found = names.found_position if self.stores_all else 0
         progress.mode = OPEN
         progress.num_named = <int32_t> names.num_named
         if limit != 0 and names.named[limit - 1].mark == self.table.mark:
             while limit != 0 and not self.sets.is_end_offered(names, limit):
                 limit = anchor_before(names, limit) if position_of(names, limit) > progress.loaded else 0
-        while anchor != 0 and (limit == 0 or full != limit) and names.row_now(self.table, anchor - 1) != 0:
+        while anchor != 0 and (limit == 0 or full != limit) and (
+                position_of(names, anchor) <= found if found > 0 else names.row_now(self.table, anchor - 1) != 0):
             full = anchor
             anchor = anchor_after(names, anchor)
         hit = full
@@ -392,11 +572,14 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                             else not self.units[names.row_now(self.table, hit - 1)].is_boundary):
             hit = anchor_before(names, hit)
         progress.hit = hit
+        if self.stores_all and hit != 0 and progress.loaded > 0:
+            progress.ends[0] = hit
+            progress.num_ends = progress.has_hit_end = 1
         if limit == 0:
             return
         if full != hit:
-            progress.ends[0] = full
-            progress.num_ends = 1
+            progress.ends[progress.num_ends] = full
+            progress.num_ends += 1
         if limit != full:
             progress.ends[progress.num_ends] = limit
             progress.num_ends += 1
@@ -449,8 +632,9 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
 
     cdef void _add_end(self, RequestKeys names, Progress* progress, int32_t end) noexcept nogil:
         """Add an end. It replaces an end that the engine does not offer and that is not decided."""
-        cdef int i, num_ends = progress.num_ends
-        cdef int32_t* ends = progress.ends
+        cdef int i, num_ends = progress.num_ends - progress.has_hit_end
+        cdef int num_decided = progress.num_decided - progress.has_hit_end
+        cdef int32_t* ends = progress.ends + progress.has_hit_end
         cdef int64_t position = position_of(names, end)
         cdef bint is_first
         for i in range(num_ends):
@@ -465,17 +649,17 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             ends[i] = end
             return
         if num_ends == MOST_ENDS:
-            if progress.num_decided or self.sets.is_end_offered(names, ends[0]):
+            if num_decided > 0 or self.sets.is_end_offered(names, ends[0]):
                 return
             ends[0] = ends[1]
             num_ends -= 1
         is_first = num_ends and position < position_of(names, ends[0])
-        if progress.num_decided and (is_first or progress.num_decided > num_ends):
+        if num_decided > 0 and (is_first or num_decided > num_ends):
             progress.num_decided += 1
         if is_first:
             ends[1] = ends[0]
         ends[0 if is_first else num_ends] = end
-        progress.num_ends = <uint8_t> (num_ends + 1)
+        progress.num_ends = <uint8_t> (progress.has_hit_end + num_ends + 1)
 
     cdef void _order_new_keys(
         self, RequestKeys names, const Progress* progress, const Py_ssize_t* places, Py_ssize_t n
@@ -499,7 +683,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                 if names.uses[anchor - 1].is_taken:
                     num_anchors -= 1
                     before = anchor_before(names, anchor)
-                    if before == 0 or before == last or names.row_now(self.table, before - 1) != 0:
+                    if before == 0 or before == last or self._row_of(names, before - 1) != 0:
                         self._add_new(names, anchor - 1, anchor, unit, False)
                         last = anchor
                 anchor = anchor_after(names, anchor)
@@ -520,7 +704,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         self, RequestKeys names, Progress* progress, int32_t* victims, Py_ssize_t* num_victims
     ) noexcept nogil:
         """Decide and evict for one unit after the other. Return how many of the new keys are stored."""
-        cdef Py_ssize_t start = 0, stop, need, room = self.table.num_free
+        cdef Py_ssize_t start = 0, stop, need, num_free = self._room(), room = num_free
         cdef int unit
         while start < self.num_new and progress.mode == OPEN:
             unit = self.new[start].unit
@@ -532,10 +716,9 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                 need = self._num_absent(names, progress, unit) - room
                 if need > 0 and not self._is_worth(
                         names, self.new[start].anchor, need - self.table.num_in_list[QUEUED]):
-                    # Above a tier, they leave first instead, to reach a tier that stores.
-                    progress.mode = BY_LRU if self.stores_all else DECLINED
+                    progress.mode = DECLINED
                     break
-            room = self._evict_for(names, stop, victims, num_victims)
+            room = self._evict_for(names, stop, num_free, victims, num_victims)
             if room < stop:
                 progress.mode = DECLINED
                 return room
@@ -552,7 +735,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             anchor = anchor_after(names, anchor)
             if anchor == 0:
                 break
-            num_absent += names.row_now(self.table, anchor - 1) == 0
+            num_absent += self._row_of(names, anchor - 1) == 0
         for end in range(min(unit + 1, progress.num_ends)):
             for i in range(self.sets.read(names, progress.ends[end])):
                 num_absent += self.sets.keys[i].row == 0 and position_of(names, self.sets.keys[i].anchor) > before
@@ -560,17 +743,17 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         return num_absent
 
     cdef Py_ssize_t _evict_for(
-        self, RequestKeys names, Py_ssize_t n, int32_t* victims, Py_ssize_t* num_victims
+        self, RequestKeys names, Py_ssize_t n, Py_ssize_t room, int32_t* victims, Py_ssize_t* num_victims
     ) noexcept nogil:
-        """Evict until `n` keys of this store have room, if possible. Return how many have."""
-        cdef Py_ssize_t need = n - self.table.num_free - num_victims[0]
+        """Evict until `n` keys of this store have room, if possible. Return how many have; at first, `room` had."""
+        cdef Py_ssize_t need = n - room - num_victims[0]
         if need > 0:
             num_victims[0] += self._evict_blocks(names, need, victims + num_victims[0])
-        return self.table.num_free + num_victims[0]
+        return room + num_victims[0]
 
     cdef bint _is_worth(self, RequestKeys names, int32_t anchor, Py_ssize_t n) noexcept nogil:
         """Return whether an anchor is worth more than the cheapest three quarters of `n` listed anchors."""
-        cdef int32_t row = names.row_now(self.table, anchor - 1)
+        cdef int32_t row = self._row_of(names, anchor - 1)
         cdef Label label = self._label_of(row, 0 if row != 0 else self._ghost_of(names, anchor - 1))
         cdef int64_t worth = self.values.value[class_of(self.aged, group_in(label)) * NUM_BINS if label != 0 else 0]
         cdef int word
@@ -671,39 +854,60 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef void on_admit(
         self, RequestKeys names, const Py_ssize_t* places, const int32_t* rows, Py_ssize_t n
     ) noexcept nogil:
+        self._insert(names, self._progress_of(names))
+
+    cdef void _insert(self, RequestKeys names, Progress* progress) noexcept nogil:
+        """Insert the new keys, and end the store."""
         cdef Py_ssize_t i
         cdef int32_t row, before, ghost
-        cdef Progress* progress = self._progress_of(names)
-        for i in range(n):
+        for i in range(self.num_new):
             row = names.row_now(self.table, self.new[i].place)
-            ghost = names.uses[self.new[i].place].note
+            ghost = self._ghost_of(names, self.new[i].place) if not self.new[i].is_windowed else 0
             memset(&self.units[row], 0, sizeof(Unit))
             self.members[row].kids = 0
             self._place_of(row).label = 0
             self._place_of(row).parent = 0
+            if i >= self.num_stored or (ghost == 0 and not self.new[i].is_windowed):
+                self.share.append(row)
+                continue
             if self.new[i].is_windowed:
                 self.table.rows[row].list_idx = WINDOWED
                 count_rows(self.table, WINDOWED, 1)
                 if progress.mode == BY_LRU:
+                    ghost = names.uses[self.new[i].place].note
                     self._place_of(row).label = self._forget(ghost) if ghost > 0 else 0
                     self._queue(row)
                 continue
             before = anchor_before(names, self.new[i].anchor)
-            before = names.row_now(self.table, before - 1) if before != 0 else 0
+            before = self._row_of(names, before - 1) if before != 0 else 0
             self._set_parent(row, before)
             if before != 0:
                 self._unqueue(before)
             self._append(self._forget(ghost), row, GROUPED)
             count_rows(self.table, GROUPED, 1)
-        self._complete(names, progress)
+        if not self.is_complete:
+            self._complete(names, progress)
+            return
+        # Nothing else needs the loads that were stored without a test.
+        for i in range(self.num_stored):
+            row = names.row_now(self.table, self.new[i].place)
+            if self.table.rows[row].list_idx == WINDOWED and self.units[row].needs == 0:
+                self._queue(row)
+        for i in range(self.num_stored):
+            row = names.row_now(self.table, self.new[i].place)
+            if self.table.rows[row].list_idx == GROUPED and (
+                    self.members[row].kids == 0 and not self.units[row].is_boundary):
+                self._queue(row)
+        self._trim()
 
-    cdef void _complete(self, RequestKeys names, const Progress* progress) noexcept nogil:
+    cdef void _complete(self, RequestKeys names, Progress* progress) noexcept nogil:
         """End a store: make the boundaries whose sets are complete. A live boundary's set is."""
         cdef Py_ssize_t i
         cdef int32_t row, deepest = progress.hit
         cdef int end
-        for end in range(progress.num_ends if progress.mode != BY_LRU else 0):
-            row = names.row_now(self.table, progress.ends[end] - 1)
+        for end in range(progress.has_passed_hit and progress.has_hit_end,
+                         progress.num_ends if progress.mode != BY_LRU else 0):
+            row = self._row_of(names, progress.ends[end] - 1)
             if row != 0 and (self.units[row].is_boundary or self._is_resumable(names, progress.ends[end])):
                 if not self.units[row].is_boundary:
                     self.units[row].is_boundary = True
@@ -713,6 +917,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                         self._unqueue(self.sets.keys[i].row)
                 deepest = progress.ends[end]
         if progress.hit != 0 and position_of(names, deepest) > position_of(names, progress.hit):
+            progress.has_passed_hit = True
             self._pass_boundary(names, progress.hit)
         self._trim()
 
@@ -733,6 +938,10 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             if anchor == 0:
                 return
             row = names.row_now(self.table, anchor - 1)
+            # Loads that were declined were not offered either.
+            if self.stores_all and (self.table.rows[row].list_idx == PASSING or (
+                    row == 0 and position_of(names, anchor) <= self._progress_of(names).loaded)):
+                return
             if row == 0:
                 if names.named[anchor - 1].mark == 0 and last != 0 and not self.units[last].is_boundary:
                     self._give_up(last)
@@ -750,7 +959,9 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef int64_t lost = INT64_MAX
         for i in range(n):
             row = rows[i]
-            if self.table.rows[row].list_idx != WINDOWED:
+            if self.table.rows[row].list_idx == PASSING:
+                self.share.remove(row)
+            elif self.table.rows[row].list_idx != WINDOWED:
                 self._unlink(row)
             self.table.rows[row].list_idx = LEAVING
             if names is not None and self._place_of(row).label != 0:
@@ -784,8 +995,19 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef void on_reset(self) noexcept nogil:
         GittinsCachePolicy.on_reset(self)
         self.has_failed = False
+        if self.share is not None:
+            self.share.clear()
         if self.units != NULL:
             memset(self.units, 0, self.table.num_rows * sizeof(Unit))
+
+    cdef int check_ghosts(self, GhostList ghosts) except -1:
+        cdef int32_t row
+        ghosts.check()
+        for row in range(self.table.first, self.table.first + self.table.num_fresh):
+            if self.table.rows[row].key != NULL and self.table.rows[row].list_idx != PASSING and (
+                    ghosts.find(self.table.rows[row].hash)):
+                raise BlockStateError(f"invariant broken: row {row} is resident and a ghost")
+        return 0
 
     cdef Py_ssize_t _check_unlisted(self, dict known, dict kids) except -1:
         cdef const Row* rows = self.table.rows
@@ -815,7 +1037,10 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             num_windowed += rows[row].list_idx == WINDOWED
         if needs and not self.has_failed:
             raise BlockStateError(f"invariant broken: boundaries need keys that are not resident: {needs}")
-        return num_windowed
+        num_passing = len(self.passing)
+        if num_passing != self.table.num_in_list[PASSING]:
+            raise BlockStateError(f"invariant broken: {num_passing} rows pass, {self.table.num_in_list[PASSING]} count")
+        return num_windowed + num_passing
 
 
 CachePolicy.register(UnitGittinsPolicy)

@@ -1,0 +1,114 @@
+"""gittins for models with several groups of KV caches above a tier, as vLLM's own scheduler calls it.
+
+The tier and the worker copy by block id: every block that a request reads is checked (scheduling.py).
+"""
+
+import random
+
+import pytest
+from scheduling import BLOCK_TOKENS, MAMBA
+from vllm.v1.request import RequestStatus
+
+from kvcache.tiers.memory import MemoryTier
+
+SLIDING = (None, 4 * BLOCK_TOKENS)
+STATES = (MAMBA, None, MAMBA)
+MODELS = pytest.mark.parametrize("windows", [SLIDING, STATES], ids=["sliding", "states"])
+ENGINE = None
+
+
+class ContentTier(MemoryTier):
+    """A tier whose blocks are those of the engine's dictionary of host blocks."""
+
+    def submit_store(self, job_id, keys, block_ids):
+        self.contents = getattr(self, "contents", {})
+        self.contents.update((key, ENGINE._host[block_id]) for key, block_id in zip(keys, block_ids, strict=True))
+        return super().submit_store(job_id, keys, block_ids)
+
+    def submit_load(self, job_id, keys, block_ids):
+        for key, block_id in zip(keys, block_ids, strict=True):
+            ENGINE._host[block_id] = self.contents[key]
+        return super().submit_load(job_id, keys, block_ids)
+
+
+def tokens(seed, num_blocks):
+    return random.Random(seed).choices(range(3, 500), k=num_blocks * BLOCK_TOKENS)
+
+
+@pytest.fixture
+def make(make_engine):
+    def build(windows, num_host_blocks=40, num_tiers=1, **options):
+        global ENGINE
+        tier = {"type": f"{__name__}:ContentTier", "capacity": "4MiB", "deadline_s": 100000}
+        options = {"step_tokens": 4 * BLOCK_TOKENS, "max_model_len": 4096, "lookup_deadline_s": 100000, **options}
+        # Blocks that processes share are whole pages.
+        options["cpu_bytes_to_use"] = num_host_blocks * 4096
+        ENGINE = make_engine(400, num_host_blocks, windows=windows, tiers=[tier] * num_tiers, **options)
+        ENGINE.policy = ENGINE.manager._manager.policy
+        return ENGINE
+
+    return build
+
+
+def serve(engine, prompt):
+    """Serve a prompt with an empty device cache. Return how many of its positions were loaded."""
+    engine.scheduler.reset_prefix_cache()
+    before = engine.loaded_positions
+    engine.add(f"request-{random.random()}", [*prompt, 2])
+    engine.drain()
+    engine.manager._tiered.settle()
+    engine.policy.check()
+    return engine.loaded_positions - before
+
+
+@MODELS
+@pytest.mark.parametrize("num_tiers", [1, 2])
+def test_loads_from_tier_are_resumed(make, windows, num_tiers):
+    engine = make(windows, num_tiers=num_tiers)
+    assert type(engine.policy).__name__ == "UnitGittinsPolicy"
+    first = tokens(1, 10)
+    assert serve(engine, first) == 0
+    for seed in range(2, 8):
+        serve(engine, tokens(seed, 10))
+    assert serve(engine, first) == 10
+    assert sum(stats.promoted_blocks for stats in engine.manager._tiered.tier_stats()) > 0
+    assert engine.policy.lru_requests == 0
+
+
+@MODELS
+def test_share_keeps_its_size(make, windows):
+    engine = make(windows)
+    for seed in [*range(6), *range(6)]:
+        serve(engine, tokens(seed % 6, 10))
+    stats = engine.manager._tiered.tier_stats()[0]
+    assert stats.written_blocks > 40
+    # The share has two slots; what passes beyond them leaves with the next store.
+    assert len(engine.policy.passing) <= 2 + 12
+
+
+@pytest.mark.parametrize("windows", [SLIDING, STATES, (3 * BLOCK_TOKENS, None, MAMBA)])
+def test_storm_over_tier_keeps_invariants(make, windows):
+    engine = make(windows, 50, transfer_steps=3)
+    dice = random.Random(7)
+    complete = engine.manager.complete_store
+    engine.manager.complete_store = lambda keys, context: complete(keys, context, success=dice.random() > 0.1)
+    stems = [tokens(stem, 12) for stem in range(3)]
+    for number in range(120):
+        prompt = dice.choice(stems)[: dice.randrange(200)] + tokens(1000 + number, dice.randrange(1, 4))
+        engine.add(str(number), [*prompt, 2], max_tokens=dice.randrange(1, 30))
+        engine.step()
+        if dice.random() < 0.3 and engine.scheduler.requests:
+            engine.scheduler.finish_requests(
+                dice.choice(sorted(engine.scheduler.requests)), RequestStatus.FINISHED_ABORTED
+            )
+        if number % 40 == 39:
+            engine.drain()
+            assert engine.scheduler.reset_prefix_cache(reset_connector=number == 79)
+        engine.policy.check()
+    engine.drain()
+    for _ in range(100):
+        engine.manager._tiered.settle()
+        if not engine.stats.num_referenced:
+            break
+    assert (engine.stats.num_pending, engine.stats.num_referenced, len(engine.scheduler.requests)) == (0, 0, 0)
+    assert min(engine.loaded_positions, engine.manager._tiered.tier_stats()[0].promoted_blocks) > 0
