@@ -286,17 +286,6 @@ class PoolLedger:
         held = np.flatnonzero((ledger.readers != 0) & (ledger.state == ABSENT)).tolist()
         self._withhold_leased({slot: int(ledger.readers[slot]).bit_count() for slot in held})
 
-    def forget(self) -> None:
-        """Record a reset before the pool's own, which jobs of tiers may delay: no later owner brings back a block.
-
-        Slots that engines write are held without a block from now on.
-        """
-        ledger = self._ledger
-        slots = np.flatnonzero((ledger.state == PENDING) & (ledger.writer != OWNER))
-        ledger.readers[slots] |= np.uint64(1) << ledger.writer[slots].astype(np.uint64)
-        ledger.state[:] = ABSENT
-        self.pending.clear()
-
     def _withhold_leased(self, num_leases: Mapping[int, int]) -> None:
         """Withhold free slots that clients hold without a block, each until its last lease has given it back."""
         self._pool.withhold(sorted(num_leases))
