@@ -4,13 +4,14 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: force help dev build stress demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-sglang test-lmcache release clean
+.PHONY: force help dev build stress demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-vllm-next test-sglang test-lmcache release clean
 
 VENV := .venv
 comma := ,
 BIN := $(VENV)/bin
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 PYTEST_ARGS ?=
+VLLM ?= 0.33.0
 PYTEST := $(CURDIR)/$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations=10 $(PYTEST_ARGS)
 # What a second build (debug, sanitized, another Python) runs: slow tests and more examples find no more on it.
 export ONCE := -m 'not slow' --hypothesis-profile=few --ignore-glob=tests/vllm --ignore-glob=tests/sglang --ignore-glob=tests/lmcache --ignore-glob=tests/device
@@ -32,7 +33,7 @@ help:
 	@echo "make dev     .venv with the test tools, and a build in place; runs no tests"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
-	@echo "Others: lint typecheck docs asv-site asv-history docs-alone bench-smoke test-rest test-device test-debug test-asan test-extras sdist-test test-other-pythons test-free-threaded test-stores test-vllm clean"
+	@echo "Others: lint typecheck docs asv-site asv-history docs-alone bench-smoke test-rest test-device test-debug test-asan test-extras sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-vllm-next clean"
 	@echo "By hand: tsan"
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -205,6 +206,12 @@ test-stores: $(VENV)/extra-test.stamp $(VENV)/extra-mooncake.stamp
 
 test-vllm: build/wheel/stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/vllm/run $(PYTEST_ARGS)
+
+# The next release of vLLM, over the compiled parts of the one before. These tests boot several engines each, and take minutes:
+# `VLLM_RELEASE=0.33.0 make test-vllm` runs them, too. `make test-vllm-next VLLM=0.34.0` shows what another release breaks.
+NOT_NEXT := test_engine_tiers.py test_kills.py test_node.py test_processes.py test_recorder.py test_weights.py
+test-vllm-next: build/wheel/stamp
+	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" VLLM_RELEASE=$(VLLM) tests/vllm/run $(NOT_NEXT:%=--ignore=tests/vllm/%) $(PYTEST_ARGS)
 
 test-sglang: build/wheel/stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/sglang/run $(PYTEST_ARGS)
