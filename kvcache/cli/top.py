@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-# An estimate takes seconds of an engine's CPU, and changes slowly.
+# An estimate takes up to about 0.1 s of an engine's CPU, and changes slowly.
 _WHAT_IF_S = 300.0
 # An estimate replays every use, so it counts what the device's own cache hits; "loaded" does not.
 _WHAT_IF_HEAD = "what if (* now): hits of host memory and device ('loaded': without the device)"

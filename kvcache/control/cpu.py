@@ -46,7 +46,7 @@ class PoolManager(BlockPool, OffloadingManager):
 
         Notes
         -----
-        Takes milliseconds. Call it outside the scheduler's thread. It works on a copy.
+        Takes up to about 0.1 s. Call it outside the scheduler's thread. It works on a copy.
         """
         return estimate(self.observer, self, capacities)
 
