@@ -1,7 +1,7 @@
-"""Epoch: the weights that blocks were computed with, as every tier and pool below an engine keeps them apart.
+"""Epoch: identifies the weights that blocks were computed with. Tiers and pools keep blocks of different epochs apart.
 
-A fingerprint is read once, at an engine's start, and a running engine may replace its weights. So the weights are no
-fixed part of a name or of a directory: they are its epoch, which a reset renews. An epoch is of one of three kinds:
+A fingerprint is read once, at an engine's start, but a running engine may replace its weights. So the weights are not a
+fixed part of a block's name or of a directory: the epoch identifies them, and each reset begins a new one. Its kinds:
 
 =========== ===================================================== =========================================
 kind        the weights are                                       its blocks are found by
@@ -36,21 +36,21 @@ class EpochKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """The weights of some blocks; `name` is unique within `kind`. `weights` describes it in a fingerprint, or None."""
+    """An epoch; `name` is unique within `kind`, and empty if the weights of a fingerprint are unknown."""
 
     kind: EpochKind
     name: str
 
     @classmethod
     def of_version(cls, version: str | int) -> Self:
-        """Return the epoch of named weights; 5 and "5" are one version. ValueError: it is no version."""
+        """Return the epoch of named weights; 5 and "5" are one version. ValueError: the version is invalid."""
         text = str(check_version(version))
-        # It stands in a tier's directory, whose header is bounded.
+        # It is written to a tier's header, whose length is limited.
         return cls(EpochKind.VERSION, text if len(text) <= _MAX_NAME else hashlib.sha256(text.encode()).hexdigest())
 
     @classmethod
     def after_reset(cls, version: str | int | None) -> Self:
-        """Return the epoch that a reset begins: of a version, or private, which no other reset returns."""
+        """Return the epoch that a reset begins: that of a version, or without one a new private epoch."""
         return cls(EpochKind.PRIVATE, secrets.token_hex(8)) if version is None else cls.of_version(version)
 
     @classmethod
@@ -97,5 +97,5 @@ def named(fingerprint: Mapping[str, Any], version: str | int | None) -> dict[str
 
 
 def without_weights(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a fingerprint holds beside the weights."""
+    """Return a fingerprint without its weights."""
     return {name: value for name, value in fingerprint.items() if name != WEIGHTS}

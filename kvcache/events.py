@@ -1,4 +1,4 @@
-"""Events: which blocks came to a medium or left it.
+"""Events: which blocks were stored in a medium or removed from it.
 
 A router or an exporter keeps a view of the cache from them, in the order in which `kvcache.core.event_log` numbers
 them.

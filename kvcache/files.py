@@ -1,4 +1,4 @@
-"""Writing to files: a call of the system may write a part only."""
+"""Write whole buffers to files: one system call may write only a part."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class OffloadSettings(Options):
     )
     enable_events: bool = option(parse_flag, False, when="your engine calls `take_events`")
     exporters: tuple[Component, ...] = option(
-        _parse_exporters, (), when="metrics, events or `kvcache top` are to show this engine"
+        _parse_exporters, (), when="you want metrics or events of this engine, or `kvcache top`"
     )
     record: str | None = option(
         parse_text, None, when="you want the calls of this engine in a file, for `kvcache rerun`"
@@ -220,7 +220,7 @@ class OffloadSettings(Options):
     lookup_deadline_s: float = option(
         parse_duration,
         5.0,
-        when="a request must not wait that long for tiers, or under vLLM for a block that is being stored",
+        when="requests should wait for less time for tiers, or under vLLM for a block that is being stored",
     )
     pool_folder: str = option(parse_text, "/dev/shm", when="with tiers: shared memory is mounted elsewhere")
     prefill_tokens_per_s: dict[int, float] | None = option(

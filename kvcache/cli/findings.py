@@ -62,8 +62,8 @@ def check_file(
 ) -> list[Finding]:
     """Check a JSON file of options, or of a configuration of vLLM, SGLang or LMCache; ``-`` is standard input.
 
-    `num_bytes` are those of a block on one of the workers; 0: unknown. `is_latent`: all workers hold the same bytes.
-    `num_engines` of this configuration run on this machine; None: as the file says.
+    `num_bytes` is the size of a block on one worker; 0: unknown. If `is_latent`, all workers hold the same bytes.
+    `num_engines` engines of this configuration run on this machine; None: the number in the file, or 1.
     """
     config_part, transfer, is_vllm, engine = read_file(config)
     if not is_vllm and not _PLUGIN_KEYS.isdisjoint(config_part):
@@ -145,7 +145,7 @@ def check_config(
     node_pool, owner, options = _owner_of(node_pool, given, settings)
     if pool_bytes:
         findings += _check_memory(pool_bytes * len(engines), engines, node_pool)
-    # What the pool's owner has open is in use, and no other engine opens it.
+    # The owner of the pool holds these directories and ports open, so they are not opened here.
     findings += [Finding("error", "node pool", text) for text in differences(owner.get("options") or options, options)]
     findings += [] if owner else _check_observers(settings)
     for number, tier in enumerate(settings.tiers):
@@ -160,7 +160,7 @@ def check_config(
 def _check_size(
     settings: OffloadSettings, policy: Any, block_bytes: int, world_size: int, where: str
 ) -> tuple[Finding, int | None]:
-    """Return what is found of the pool's size, and its bytes: 0 if they are unknown, None if it can have no blocks."""
+    """Return findings on the pool's size, and its bytes: 0 if they are unknown, None if the size is invalid."""
     try:
         num_blocks = settings.num_blocks(block_bytes, world_size, where)
     except ValueError as error:
@@ -412,7 +412,7 @@ def _disk_of(tier: TierSettings) -> _Disk | None:
 
 
 def _check_together(tiers: list[TierSettings]) -> Iterator[Finding]:
-    """Check what only several tiers, of one engine or more, do: name one directory, or fill one file system."""
+    """Check whether several tiers, of one engine or more, name one directory or overfill one file system."""
     disks = [disk for disk in map(_disk_of, tiers) if disk is not None]
     for path, count in Counter(disk.path.resolve() for disk in disks if not disk.is_read_only).items():
         if count > 1:

@@ -23,7 +23,7 @@ def status(
     socket: SocketOption = None,
     next_version: Annotated[
         str | None,
-        typer.Option(help="Instead, name the weights that the engine's next reset begins.", show_default=False),
+        typer.Option(help="Only name the weights in force after the next reset.", show_default=False),
     ] = None,
     json: common.JsonOption = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`kvcache tier`: look into the folder of a disk tier, verify its blocks, pack it; clear it, or a shared store."""
+"""`kvcache tier`: inspect, verify, compact or clear the folder of a disk tier; clear a shared store."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ def clear(
     target: Annotated[
         str,
         typer.Argument(
-            help="Folder of a disk tier, a server: valkey://HOST:PORT, or a bucket: s3://BUCKET/PREFIX of the tier.",
+            help="Folder of a disk tier; server (valkey://HOST:PORT); or the bucket and prefix of a tier (s3://BUCKET/PREFIX).",
             show_default=False,
         ),
     ],
     prefix: Annotated[
-        str, typer.Option(help="In a store: delete only names that begin with this, as one model's.", metavar="PREFIX")
+        str, typer.Option(help="In a store: delete only names that begin with this.", metavar="PREFIX")
     ] = "kvcache:",
     endpoint: Annotated[
-        str | None, typer.Option(help="Of a bucket that is not on AWS.", metavar="URL", show_default=False)
+        str | None, typer.Option(help="Endpoint of a bucket that is not on AWS.", metavar="URL", show_default=False)
     ] = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="The server is a cluster.")] = False,
     connected: Annotated[

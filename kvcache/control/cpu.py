@@ -46,7 +46,7 @@ class PoolManager(BlockPool, OffloadingManager):
 
         Notes
         -----
-        Takes up to about 0.1 s. Call it outside the scheduler's thread. It works on a copy.
+        Takes up to about 0.1 s and works on a copy. Call it outside the scheduler's thread.
         """
         return estimate(self.observer, self, capacities)
 

@@ -1,4 +1,4 @@
-"""The what-if of running traffic: lru's hits at other capacities, from a sample of the keys, beside the actual share.
+"""Live what-if: estimates lru's hits at other capacities from a sample of the keys.
 
 The scheduler's thread only logs the uses of sampled keys. The curve is computed on demand, on a copy.
 """
@@ -47,7 +47,7 @@ def sampler_for(what_if: bool | int, num_blocks: int) -> Sampler | None:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Estimated hits of lru at several capacities, for the traffic of a manager, and the hits that it has.
+    """Estimated hits of lru at several capacities for a manager's traffic, and the share that the manager loaded.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class WhatIf:
     _lru: _Curve = field(repr=False, compare=False)
 
     def hits_at(self, capacity: int) -> float:
-        """Return lru's hit ratio at any `capacity`, in blocks. ValueError: it is no int >= 1."""
+        """Return lru's hit ratio at any `capacity`, in blocks. ValueError: `capacity` is not an int >= 1."""
         return self._lru.at(check_int("capacity", capacity))
 
     def gain(self, capacity: int) -> float:
@@ -134,7 +134,7 @@ class _Curve:
     sample: _Sample
 
     def at(self, capacity: int) -> float:
-        # A distance of num_sampled means "never used before", whatever the capacity.
+        # A distance of num_sampled means "never used before": a miss at any capacity.
         limit = min(capacity * self.sample.rate, self.sample.num_sampled)
         return self.sample.ratio(int(np.searchsorted(self.distances, limit, side="left")))
 

@@ -165,7 +165,7 @@ class OffloadingManager(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot be reset")
 
     def name_next_version(self, version: str | int) -> None:
-        """Name the weights that the next reset begins, for an engine that resets without a version; from any thread.
+        """Name the weights in force after the next reset, for engines whose reset has no version; from any thread.
 
         Parameters
         ----------
@@ -180,7 +180,7 @@ class OffloadingManager(ABC):
         self._next_version = check_version(version)
 
     def version_of_reset(self, version: str | int | None) -> str | int | None:
-        """Return the version of a reset that begins, and forget the name of `name_next_version`.
+        """Return the version for a reset that begins now, and forget the name set by `name_next_version`.
 
         Parameters
         ----------

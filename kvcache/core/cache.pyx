@@ -295,7 +295,7 @@ cdef class BlockCache:
                 table.find(keys, 0, n, batch)
             else:
                 n = request_keys.num_seen
-                # A hint orders nothing: the next uses of the request still follow the position that was newest before.
+                # A hint does not change the order: the next uses of the request still follow the position that was newest before.
                 newest_position = request_keys.newest_position
                 request_keys.rows_in_prompt(table, 0, positions, batch, &span)
                 request_keys.newest_position = newest_position
@@ -621,7 +621,7 @@ cdef class BlockCache:
             at = batch.picked[i]
             row = batch.picked_rows[i]
             named = &names.named[batch.places[at]]
-            # The request finds its new block without a look-up, as long as the generation is the row's.
+            # The request finds its new block without a look-up while the row's generation stays the same.
             named.row = row
             named.generation = table.rows[row].generation
             key = PyList_GET_ITEM(keys, at)

@@ -194,7 +194,7 @@ cdef class PolicyAdapter(ReplacementPolicy):
             table.next_mark()
             for i in range(len(names)):
                 table.rows[self.batch.rows[i]].mark = table.mark
-            # Count before anything is evicted: too few blocks that may leave change nothing.
+            # Count evictable blocks first: if they are too few, nothing changes.
             for row in range(table.first, table.first + table.num_fresh):
                 if count == wanted:
                     break

@@ -193,7 +193,7 @@ cdef class RequestKeys:
             key = PyList_GET_ITEM(keys, i)
             place = self.seek(key, hashes[i], &probe)
             places[i] = place
-            # The probe still stands at the empty place where the search ended, so that adding costs no second search.
+            # The probe is still at the empty place where the search ended, so adding the key needs no second search.
             if place < 0:
                 if not add:
                     continue
@@ -312,7 +312,7 @@ cdef class RequestKeys:
         if positions is None:
             return not self.is_out_of_order
         while self.num_in_order < self.num_seen and not self.is_out_of_order:
-            # Out of order unless this key turns out to follow, so that every way out of the loop is right.
+            # Assume that the key is out of order until it is found to follow: so each exit of the loop is right.
             self.is_out_of_order = True
             key = self.named[self.used[self.num_in_order]].key
             candidate = NULL

@@ -218,7 +218,7 @@ cdef class BlockTable:
                 if row == 0:
                     continue
                 key = PyList_GET_ITEM(keys, i)
-                # Two keys may share a tag: only now is the rest of the hash compared, and rarely another row searched.
+                # Two keys may share a tag, so compare the rest of the hash now; rarely, another row must be searched.
                 if rows[row].hash != hashes[i] or not same_bytes(rows[row].key, key):
                     found[i] = self.find_one(key, hashes[i])
         return 0
@@ -387,7 +387,7 @@ cdef class BlockTable:
                     PyList_SET_ITEM(blocks, num_dropped, self.caller_blocks[row].status)
                     self.caller_blocks[row].status = NULL
                     num_dropped += 1
-        # Dropping a million keys at once would hold up the scheduler; without callers' blocks that waits.
+        # Dropping a million keys at once would block the scheduler, so without blocks of callers it is postponed.
         self.num_stale = max(self.num_stale, self.num_fresh)
         if self.caller_blocks != NULL:
             self.num_fresh = 0

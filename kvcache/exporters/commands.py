@@ -51,11 +51,11 @@ class WhatIfCommand(Command):
 class NextVersionOptions(Options):
     """The options of a `NextVersionCommand`."""
 
-    version: str | int = option(parse_version, when="always: the name of the next weights")
+    version: str | int = option(parse_version, when="always: the name of the weights after the next reset")
 
 
 class NextVersionCommand(Command):
-    """Name the weights that the next reset of the cache begins, for an engine that resets without a version."""
+    """Name the weights in force after the next reset of the cache, for engines whose reset has no version."""
 
     options = NextVersionOptions
 

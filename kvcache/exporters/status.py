@@ -128,19 +128,19 @@ def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any)
 
 
 def name_next_version(version: str | int, paths: Iterable[str | Path] | None = None) -> list[Path]:
-    """Name the weights that the next reset of some engines begins, and return the sockets of these engines.
+    """Name the weights in force after the next reset of some engines, and return the sockets of these engines.
 
     Parameters
     ----------
     version : str or int
-        The name. Engines whose weights have one name share blocks.
+        The name. Engines whose weights have the same name share blocks.
     paths : iterable of str or Path, optional
         Status sockets; None: those of all engines of this user in the default folder.
 
     Raises
     ------
     OSError, ValueError
-        An engine does not answer, or refuses; see `ask`. Those before it have the name.
+        An engine does not answer, or refuses; see `ask`. The engines before it have the name.
     """
     sockets = live_sockets() if paths is None else [Path(path) for path in paths]
     for path in sockets:

@@ -2,7 +2,7 @@
 
 A look-up asks for a whole prompt at once and holds what it finds, so loads need no message. Messages without an answer
 wait for the next one with an answer, or for the end of the step. If the owner does not answer in time, the call that
-waited for it and all later ones miss, until the answer has arrived: copies under way end on the mapped memory.
+waited for it and all later ones miss, until the answer has arrived. Copies under way use the mapped memory.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def greeting(
 ) -> dict[str, Any]:
     """Return the identity of a client, for its greeting.
 
-    `engine` is the id of the engine, `identity` what makes its blocks different from others (with ``num_blocks``,
-    ``block_bytes`` and ``block_size``; engines whose ``weights`` differ use one pool, and share no block), `options`
-    those of the owner, `rank` the worker's, -1 for a scheduler, and
-    `num_workers` the number of workers that must have been registered before the scheduler.
+    `engine` is the id of the engine. `identity` has all that distinguishes its blocks from others, with ``num_blocks``,
+    ``block_bytes`` and ``block_size``; engines whose ``weights`` differ may use one pool, but share no block. `options`
+    are the owner's. `rank` is the worker's, or -1 for a scheduler. `num_workers` is the number of workers that must
+    have been registered before the scheduler.
     """
     epoch = Epoch.of(identity)
     return {
@@ -121,7 +121,7 @@ class NodeManager(LastLookUp, OffloadingManager):
         self.block_size = int(hello["identity"]["block_size"])
         self.num_blocks = int(hello["identity"]["num_blocks"])
         self._prompts: dict[ReqContext, Prompt] = {}
-        # Prompts from before a reset, whose copies may still run.
+        # Prompts that were opened before a reset; their copies may still run.
         self._stale: list[Prompt] = []
         self._last_number = 1
         self._counts = dict.fromkeys(_COUNTS, 0)
@@ -227,7 +227,7 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._link.flush()
 
     def reset_cache(self, version: str | int | None = None) -> None:
-        """Leave the blocks of this engine's weights to other engines, and begin those of `version`, or private ones.
+        """Begin the epoch of `version`, or a private one. Blocks of the old epoch stay in the pool for other engines.
 
         Slots of this engine's running copies are returned after the first copy that begins later: workers finish the
         older ones before it. While the owner cannot be reached, every look-up misses.
@@ -240,10 +240,10 @@ class NodeManager(LastLookUp, OffloadingManager):
             else:
                 prompt.release(self._link)
         self.remember(None, None)
-        # An owner that is greeted later is told, too.
+        # Also a later greeting names the new epoch.
         self._link.hello["epoch"] = epoch.hex()
         if self._link.ask(protocol.RESET, 0, 0, epoch) is None:
-            # Behind a lost reset, look-ups would find old blocks.
+            # If the owner did not receive the reset, look-ups would find old blocks.
             self._link.close()
         self._send_prompts_again()
 
@@ -296,7 +296,7 @@ class NodeManager(LastLookUp, OffloadingManager):
         if prompt.end_if_done(self._link):
             self._prompts.pop(req_context, None)
             if not self._prompts:
-                # An idle engine has no later step, and others wait for its last blocks.
+                # An engine that becomes idle makes no later call, and other engines wait for its last blocks.
                 self._link.flush()
 
     def _drop_stale(self) -> None:

@@ -1,6 +1,6 @@
-"""The slots that engines read and write: messages of engines change the manager and the ledger here.
+"""Leases: the slots that engines read and write. Applies the messages of engines to the manager and the ledger.
 
-A lease has no time limit: a worker may still copy, and a slot that is lent again too early means wrong bytes. A lease
+A lease has no time limit: a worker may still copy, and a slot that is reused too early would get wrong bytes. A lease
 ends when the engine releases it, or when every process of the engine has ended.
 """
 
@@ -24,7 +24,7 @@ from kvcache.tiering.manager import TieredOffloadingManager
 MAX_SHARE = 0.5
 """Share of the pool that the leases of one engine may hold."""
 _STEP_SLOTS = 4096
-"""Slots that one step looks through for blocks of an epoch without engines."""
+"""Number of slots that one step searches for blocks of an epoch without engines."""
 
 
 class Lease:
@@ -39,7 +39,7 @@ class Lease:
         self.unread_ends: list[tuple[list[bytes], np.ndarray[Any, Any]]] = []
         self.held_keys: list[bytes] = []
         self.held_slots: np.ndarray[Any, Any] = np.empty(0, np.int64)
-        # A reset has come since. The slots hold no block any more, and are withheld until they are released.
+        # Whether its engine was reset since. The slots hold no block then, and are withheld until they are released.
         self.is_stale = False
 
     def read_ends(self) -> ReqContext:
@@ -56,11 +56,11 @@ class EngineLeases:
 
     def __init__(self, number: int, num_slots: int) -> None:
         self.number = number
-        # Precedes its keys in the pool: engines with other weights have other blocks.
+        # The prefix of its keys in the pool, so that engines with other weights find other blocks.
         self.epoch = b""
         self.may_hold_left = False
         self.leases: defaultdict[int, Lease] = defaultdict(Lease)
-        # The key that the engine writes to each slot, or b"" if a reset has come since.
+        # The key that the engine writes to each slot, or b"" if the engine was reset since.
         self.writing: dict[int, bytes] = {}
         self.num_held = 0
         self.num_shared_hits = self.num_round_trips = self.num_outages = 0
@@ -86,10 +86,10 @@ class NodeLeases:
         self.num_slots = len(ledger.state)
         self._limit = max(1, int(MAX_SHARE * self.num_slots))
         self._reserve = max(1, self.num_slots // 16)
-        # Only these need end positions before a look-up is answered. Others read them later: the engine waits.
+        # Whether end positions are needed before the answer to a look-up. Otherwise they are read after it.
         self._reads_ends = manager.pool.policy.reads_clock or isinstance(manager, TieredOffloadingManager)
         self._hooks = PoolLedger(manager.pool, ledger, self._leave_blocks)
-        # Epochs without an engine, and the first slot that was not searched for their blocks.
+        # For each epoch without an engine, the first slot that was not searched for its blocks yet.
         self._left: dict[bytes, int] = {}
 
     @property
@@ -161,7 +161,7 @@ class NodeLeases:
             self._left[epoch] = 0
 
     def step(self) -> None:
-        """Let some blocks of an epoch without engines be evicted first."""
+        """Mark some blocks of an epoch without engines to be evicted first."""
         if self._left:
             epoch, first = next(iter(self._left.items()))
             slots = self.ledger.slots_of(epoch, first, _STEP_SLOTS)
@@ -281,15 +281,15 @@ class NodeLeases:
         return pack(protocol.HELD, state, request, payload)
 
     def _is_recovering(self, engine: EngineLeases) -> bool:
-        """Return whether an engine has slots from before its reset. It returns them after its next copy."""
+        """Return whether an engine holds slots since before its reset. Its next copy releases them."""
         engine.may_hold_left = engine.may_hold_left and engine.holds_left()
         return engine.may_hold_left
 
     def _room(self, engine: EngineLeases) -> int:
         """Return how many more slots an engine may hold or write: at most half of the pool in all.
 
-        The last slots are for engines that recover from a reset, half of what is left for each: without a copy, their
-        slots from before would never come back.
+        The last slots are reserved for engines that recover from a reset; each may take half of the rest. Without a
+        copy, an engine would never release its slots from before the reset.
         """
         pool = self.manager.pool
         num_left = self.num_slots - pool.num_referenced - pool.num_pending - self.num_withheld

@@ -93,7 +93,7 @@ class Ledger:
         self.processes = np.frombuffer(self._mapping, _PROCESS, MAX_PROCESSES, _FIRST_PROCESS)
         vars(self).update(_slot_fields(self._mapping, num_slots))
         if not self.is_recovered:
-            # The magic is written last: an owner that is killed before leaves a file that is not read as a ledger.
+            # The magic is written last: if the owner is killed before, the file is not read as a ledger.
             self._mapping[_HEAD.size : _HEAD.size + len(text)] = text
             self._mapping[: _HEAD.size] = _HEAD.pack(b"", num_bytes, secrets.token_bytes(16), len(text))
             self._mapping[: len(_MAGIC)] = _MAGIC
@@ -106,7 +106,7 @@ class Ledger:
 
     def begin(self, slots: Any, keys: list[bytes], writer: int) -> None:
         """Record that slots belong to a writer, which fills them with the blocks of `keys`."""
-        self.state[slots] = ABSENT  # an owner that is killed amid the next lines must not leave half a key
+        self.state[slots] = ABSENT  # so that a kill within the next lines leaves no half key
         self.readers[slots] = 0
         self.key[slots] = np.frombuffer(b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys), self.key.dtype)
         self.key_bytes[slots] = [len(key) for key in keys]
@@ -158,7 +158,7 @@ class Ledger:
         self.writer[self.writer == engine] = OWNER
         rows = self.processes["engine"] == engine
         self.processes["pid"][rows] = 0
-        # The name goes last: an owner that follows a killed one drops the rest of a named engine.
+        # Remove the name last: after a kill, the next owner drops what is left of an engine that has a name.
         self.names[engine] = b"\0" * 32
 
     def drop_dead(self, living: Collection[int]) -> None:
@@ -184,7 +184,7 @@ class LedgerFile(NamedTuple):
 
 
 def read_ledger(path: Path) -> LedgerFile:
-    """Read a ledger without changing it. A file with any content is read: a fault concerns its own pool only."""
+    """Read a ledger without changing it. Any content is tolerated: a faulty ledger affects only its own pool."""
     try:
         # Opening a FIFO must not block.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -198,7 +198,7 @@ def read_ledger(path: Path) -> LedgerFile:
         magic, length, _, num_text = _HEAD.unpack(head)
         if magic != _MAGIC:
             return LedgerFile("of another version" if magic.startswith(_MAGIC[:6]) else "not a ledger", {}, [])
-        # An owner allocates the whole file. A file with holes may be larger than all memory.
+        # An owner allocates the whole file. A file with holes is refused: it may be larger than memory.
         if not _FIRST_SLOT < length == status.st_size <= status.st_blocks * 512 or num_text > _IDENTITY_BYTES:
             return LedgerFile("truncated", {}, [])
         mapping = mmap.mmap(fd, length, access=mmap.ACCESS_READ)
@@ -227,7 +227,7 @@ def read_ledger(path: Path) -> LedgerFile:
     )
     if not is_whole:
         return LedgerFile("damaged", {}, [])
-    # A process that has ended has no start.
+    # A process that has ended has no start time.
     processes = [Process(pid, *member) for pid, start, *member in rows.tolist() if start_ticks(pid) == start >= 0]
     return LedgerFile("", identity, processes)
 

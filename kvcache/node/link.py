@@ -48,9 +48,9 @@ class LinkState(Enum):
 class Link:
     """A connection to the owner of a folder's pool. `hello` identifies the client.
 
-    Messages without an answer wait for the next one with an answer, or for `flush`. An answer is awaited for at most
-    `patience_s`. A late owner keeps the connection, because a busy machine delays it, too; until the late answers have
-    arrived, nothing is asked and no call waits. With `starts_owner`, a missing owner is started.
+    Messages without an answer wait for the next one with an answer, or for `flush`. A call waits for an answer for at
+    most `patience_s`. If the answer is late, the connection stays, because the machine may just be busy; until the late
+    answers have arrived, no message is sent that needs one. With `starts_owner`, a missing owner is started.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Link:
         self._state = LinkState.CLOSED
         self._unsent: list[bytes] = []
         self._num_unsent_bytes = 0
-        # Answers that did not come in time. The owner answers in order, so these come first.
+        # Number of late answers. The owner answers in order, so these arrive before any other.
         self._num_late = 0
         # When to greet an owner again, and when to start one again.
         self.retry_s = self._restart_s = 0.0
@@ -85,7 +85,7 @@ class Link:
 
     @property
     def is_answering(self) -> bool:
-        """Whether the owner has welcomed the client, and has answered all questions."""
+        """Whether the owner has welcomed the client, and no answer is outstanding."""
         while self._num_late and self.is_ready:
             try:
                 frame = self.receive()
@@ -96,7 +96,7 @@ class Link:
                 return False
             self._num_late -= 1
             if frame.op == protocol.SLOTS and not frame.flag:
-                # The store was refused when the answer was late.
+                # The store was refused when its answer was late, so give back the reserved slots.
                 slots = np.frombuffer(frame.payload, "<i4")
                 slots = slots[slots >= 0]
                 self.tell(protocol.STORED, 0, frame.request, struct.pack("<I", len(slots)) + slots.tobytes())
@@ -112,7 +112,7 @@ class Link:
             if self.is_answering:
                 self._send()
             else:
-                # An owner that is stopped for hours must not cost memory. The next greeting lists the leases instead.
+                # Messages for a stopped owner must not fill memory. The next greeting lists the leases instead.
                 self.close()
 
     def ask(self, op: int, flag: int, request: int, payload: bytes = b"", key_bytes: int = 0) -> Frame | None:
@@ -155,7 +155,7 @@ class Link:
             self.lose(error)
 
     def lose(self, error: OSError) -> None:
-        """Go on without the owner. The leases stay: the ledger has them."""
+        """Continue without the owner. The leases stay: the ledger has them."""
         self._report(f"does not answer ({error!r}): look-ups miss until it does")
         self.close()
 
@@ -191,7 +191,7 @@ class Link:
         self._num_unsent_bytes = self._num_late = 0
 
     def meet(self, leases: list[tuple[int, list[int], list[int]]], timeout_s: float = 0.0) -> Frame | None:
-        """Greet the owner if that is not done, and return its answer, or None if it has not arrived.
+        """Greet the owner unless it was greeted, and return its answer, or None if it has not arrived.
 
         If no owner listens, one is started, unless another was started a moment before.
         """

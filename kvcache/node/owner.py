@@ -82,7 +82,7 @@ class NodePool:
             self.unlink()
         with ExitStack() as stack:
             if reason:
-                # Also what a full /dev/shm has left of the file.
+                # Also remove what was written of a file before /dev/shm was full.
                 stack.callback(self.unlink)
             self.shared = SharedBlocks(pool_path, num_blocks, block_bytes, is_owner=False)
             stack.callback(self.shared.close)
@@ -137,11 +137,11 @@ class Owner:
     ) -> None:
         self.folder = folder
         try:
-            # Another owner that looks for dead pools has the lock for a moment.
+            # Another owner that looks for dead pools may hold the lock for a moment.
             self._lock = protocol.lock_file(folder / "owner.lock", _LOCK_S)
         except BlockingIOError:
             raise ValueError(f"another process owns the pool in {folder}") from None
-        # A service's lock file has a byte. Other owners see it without a lock, and leave the pool to the next service.
+        # A service's lock file has one byte: other owners see it without a lock, and leave its pool to the next one.
         os.ftruncate(self._lock, options is not None)
         _remove_dead_pools(folder.parent)
         self._options = options
@@ -256,15 +256,15 @@ class Owner:
                 self._refuse_unread(error)
             return
         sock.setblocking(False)
-        # A greeting lists slots of the pool, which the first one after a kill opens. JSON takes 30 times its length.
+        # A greeting may list all slots of the pool, so the size of the ledger (27 bytes a slot) sets its limit.
         max_bytes = protocol.MAX_HELLO_BYTES
         with suppress(OSError):
-            max_bytes += (self.folder / "ledger").stat().st_size // 2  # 27 bytes a slot
+            max_bytes += (self.folder / "ledger").stat().st_size // 2
         self._by_fd[sock.fileno()] = Connection(sock, min(max_bytes, protocol.MAX_FRAME_BYTES))
         self._poll.register(sock, select.EPOLLIN)
 
     def _refuse_unread(self, error: OSError) -> None:
-        """Refuse the next client. The spare file descriptor accepts it: a client that waits would wake every poll."""
+        """Refuse the next client. The spare file descriptor accepts it: a client left waiting would wake every poll."""
         os.close(self._spare_fd)
         with suppress(OSError), self._listener.accept()[0] as client:
             _LOG.warning("a client of %s is refused: %s", self.folder, error)
@@ -305,7 +305,7 @@ class Owner:
         if frame.op == protocol.HELLO:
             return self._greet(connection, frame)
         if frame.op == protocol.STATS:
-            connection.has_greeted = True  # `kvcache check` says no more
+            connection.has_greeted = True  # `kvcache check` sends no other message
             return pack(protocol.DONE, 0, frame.request, json.dumps(self._figures()).encode())
         if connection.engine is None or self.pool is None:
             raise ValueError(f"operation {frame.op} before the greeting of a scheduler")
@@ -408,7 +408,7 @@ class Owner:
                     f"the workers of ranks {sorted(missing)} do not map this pool: one machine, one node_pool"
                 )
             # In the ledger before the answer: the next owner must know each process that may hold leases.
-            # The name comes first: the next owner forgets a name without a process.
+            # Write the name first: the next owner forgets a name without a process.
             process = Process(pid, number, rank)
             ledger.names[number] = name
             ledger.add_process(process)
@@ -437,8 +437,8 @@ class Owner:
             pool = NodePool(self.folder, identity, options)
             self.pool = pool
             with suppress(OSError):
-                # On a busy machine an engine's step waits for this thread, but not for the tiers' threads, which run by
-                # now. Only a privileged process may ask for that.
+                # On a busy machine an engine's step waits for this thread, but not for the tiers' threads, which were
+                # started before. The call fails without the privilege.
                 os.nice(_NICE)
             if pool.manager.telemetry is not None:
                 pool.manager.telemetry.sources.append(self.parts)

@@ -25,13 +25,13 @@ class Phase(Enum):
     """What the engine knows of a request's blocks."""
 
     NEW = auto()
-    """Nothing: the next look-up asks the owner."""
+    """It knows nothing: the next look-up asks the owner."""
     ANSWERED = auto()
     """Blocks that are not held are absent."""
     WAITING = auto()
-    """A block is being written or read. The look-up that asked for it has not come to it yet."""
+    """A block is being written or read. The look-up that asked for it has not reached it yet."""
     REPORTED = auto()
-    """As WAITING, and a look-up has come to the block: the next one asks again."""
+    """As WAITING, and a look-up has reached the block: the next look-up asks again."""
     FINISHED = auto()
     """The engine has finished the request. Its copies may still run."""
     ENDED = auto()
@@ -67,14 +67,14 @@ class Prompt:
         # The last question began at the key `first`. The key `end` is the first one behind it that is not held.
         self.first: bytes | None = None
         self.end: bytes | None = None
-        # The state of the block at `end` while it is awaited, and since when.
+        # The state of the block at `end` while the request waits for it, and the time since which it waits.
         self.coming: int = PENDING
         self.since_s = 0.0
 
     def status(self, key: bytes) -> int | None:
         """Return the state of a key as of the owner's last answer, or None if the owner must be asked."""
         if key in self.held:
-            # While a block is awaited, a look-up that begins anew asks again.
+            # While the request waits for a block, a look-up that begins at the first key asks again.
             return READY if self.phase is Phase.ANSWERED or key != self.first else None
         if self.phase in (Phase.FINISHED, Phase.ENDED):
             return ABSENT
@@ -84,7 +84,7 @@ class Prompt:
             if self.phase is Phase.ANSWERED:
                 return ABSENT
             if self.phase is Phase.WAITING and key != self.first:
-                # Later look-ups may begin behind `first`: each asks again for what is being written.
+                # Later look-ups may begin behind `first`: each of them asks again for the block.
                 self.phase = Phase.REPORTED
                 return self.coming
             return None
@@ -148,7 +148,7 @@ class Prompt:
         self.end_positions = positions or {}
 
     def end_if_done(self, link: Link) -> bool:
-        """Report the end of a finished request after its last load; return whether nothing of it is left."""
+        """Report the end of a finished request after its last load; return whether it has no stores left either."""
         if self.phase is Phase.FINISHED and not self.num_loads:
             payload, num_bytes = b"", 0
             with suppress(ValueError):
@@ -159,7 +159,7 @@ class Prompt:
         return self.phase is Phase.ENDED and not self.writing
 
     def _acquire_one(self, link: Link, key: bytes) -> int:
-        """Ask for one block of a hybrid model, which a tier may hold: a look-up that skips blocks awaits those only."""
+        """Ask for one block of a hybrid model, which a tier may hold. A look-up that skips blocks awaits no other."""
         place = self._place(key)
         answer = link.ask(protocol.ACQUIRE, protocol.ONE_KEY, self.number, struct.pack("<I", place))
         if answer is None:
@@ -169,9 +169,9 @@ class Prompt:
         return READY if key in self.held else self._awaited(answer.flag)
 
     def _miss(self, link: Link) -> None:
-        """Give back what a late answer holds. The next look-up asks again.
+        """Release the blocks that a late answer will hold. The next look-up asks again.
 
-        Blocks of an earlier answer stay: the engine may be about to load them. All are released together then.
+        If an earlier answer holds blocks, keep all: the engine may be about to load them. They are released together.
         """
         if not self.held.keys:
             self.release(link)

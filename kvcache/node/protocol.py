@@ -26,18 +26,18 @@ from kvcache.transfer.shared_file import make_private, private_folder
 
 VERSION = 3
 EPOCH_BYTES = 8
-"""Of the epoch of an engine's weights, which precedes its keys in the pool; empty for a model without known weights."""
+"""Length of an epoch, the prefix of an engine's keys in the pool. The epoch is empty if the weights are unknown."""
 HEAD = struct.Struct("<IBBHI")
 """Bytes behind this field, operation, flag, bytes of one key, and the client's number of the request."""
 MAX_FRAME_BYTES = 64 << 20
 HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, RELEASE = range(1, 8)
 OFFER, SLOTS, STORED, END, RESET, STATS, DONE, LATE = range(8, 16)
 MAX_HELLO_BYTES = 1 << 20
-"""Of a greeting without leases."""
+"""Limit of a greeting without leases."""
 _MAX_JSON_BYTES = 64 << 10
 # Flags of ACQUIRE: all ready blocks of a prompt instead of the leading ones; one block, also of a tier.
 # The flag of HELD is the state of the block behind those that are held, and that of SLOTS is 1 if the store is refused.
-# Both answers have the slot of each block that was asked for, and -1 for a block that gets none.
+# Both answers contain the slot of each requested block, or -1 for a block without a slot.
 HYBRID, ONE_KEY = 1, 2
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -87,9 +87,9 @@ class FrameReader:
 def unpack_keys(
     payload: bytes, key_bytes: int, first: int = 0, epoch: bytes = b""
 ) -> tuple[list[bytes], np.ndarray[Any, Any]]:
-    """Return the keys, behind `epoch`, and the end positions that `pack_keys` wrote from byte `first` on.
+    """Return the keys with the prefix `epoch`, and the end positions that `pack_keys` wrote from byte `first` on.
 
-    With an epoch, a key has `MAX_KEY_BYTES` at most: of a longer one, the end is left, with 24 bytes of a block's hash.
+    With an epoch, a key has at most `MAX_KEY_BYTES`: a longer one loses its first bytes and keeps 24 of the hash.
     ValueError: the payload has another length.
     """
     if not 1 <= key_bytes <= MAX_KEY_BYTES or len(payload) < first + 4:

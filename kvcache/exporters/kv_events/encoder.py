@@ -40,7 +40,7 @@ class _PromptBlock(NamedTuple):
 class EventEncoder:
     """Makes wire events, with the options of `KVEventPublisher`; for one thread.
 
-    Descriptions of blocks that a medium holds are kept, and of `MAX_IDLE` others. `block_size` is the manager's.
+    Descriptions are kept of blocks that a medium holds, and of `MAX_IDLE` others. `block_size` is the manager's.
     """
 
     def __init__(self, hash_format: str, spec_kinds: Sequence[tuple[str, int | None]], block_size: int = 0) -> None:

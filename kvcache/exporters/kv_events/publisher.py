@@ -37,14 +37,14 @@ SPEC_KINDS = (
 )  # fmt: skip
 """vLLM's names of what a KV-cache group holds."""
 DEFAULT_TOPIC = "kv@{host}@{model}"
-"""The topic that llm-d filters, and reads the model from."""
+"""Default topic: llm-d filters by it, and reads the model's name from it."""
 _MAX_NUMBER = (1 << 62) - 1
 _LEAST_WAIT_MS, _MAX_WAIT_MS = 4, 16  # between two looks: a wake-up takes the interpreter's lock from the scheduler
 _PAUSE_S = 0.002  # between two batches: each hand-over of the interpreter's lock costs the scheduler time
 _MAX_FRAME_BYTES = 1 << 16  # of a request or a subscription
 _MAX_QUEUED = 64  # messages in the memory of each client's connection
-_MAX_MESSAGES = 256  # of a reply between two looks
-_MAX_REQUESTS = 64  # read between two looks
+_MAX_MESSAGES = 256  # of a reply that are sent between two looks at the events
+_MAX_REQUESTS = 64  # that are read between two looks at the events
 _STANDSTILL_S = 2.0
 _MAX_KEPT_BYTES = 1 << 28
 
@@ -116,7 +116,7 @@ class KVEventPublisher:
         self.topic = re.sub(r"[{](host|model|rank)[}]", lambda match: names[match[1]], topic)
         self._encoder = EventEncoder(hash_format, [*map(parse_spec_kind, spec_kinds)])
         self._source: _Source | None = None
-        # Looks at the source that were begun, and that are done.
+        # Numbers of looks at the source that have begun, and that have ended.
         self._num_begun = self._num_done = 0
         self._is_inherited = False  # by a forked process, which has no thread
         context = zmq.Context()
@@ -144,7 +144,7 @@ class KVEventPublisher:
         Raises
         ------
         ValueError
-            The manager keeps no events, they go to a publisher already, or this publisher has followed a manager.
+            The manager records no events, another publisher follows it, or this one has followed a manager before.
 
         Notes
         -----
@@ -200,7 +200,7 @@ class KVEventPublisher:
             self._unfollow()
 
     def _refuse_in_child(self) -> None:
-        """A forked child has no thread, so the events of its copy of the manager wait until the log drops them."""
+        """In a forked child: it has no thread, so events of its copy of the manager wait until the log drops them."""
         self._is_inherited = True
 
     def _unfollow(self) -> None:
@@ -256,7 +256,7 @@ def _run(
 ) -> None:
     """Send and answer until the publisher is closed or dropped, or its sockets fail; then close the sockets.
 
-    `pub` keeps that socket open until then, although the publisher is dropped.
+    The argument `pub` keeps its socket open until then, even if the publisher is garbage-collected.
     """
     wait_ms = _LEAST_WAIT_MS
     try:
@@ -308,7 +308,7 @@ class _Source:
         return described
 
     def take(self, describe: Callable[[list[bytes], Prompt], object]) -> Iterator[OffloadingEvent | None]:
-        """Take all events out, and yield them in order. None: every block is gone, or events are missing."""
+        """Take all events, and yield them in order. None: all blocks were cleared, or events are missing."""
         events = self.log.take(None, self._reader)
         # After the events: each block is described before its event is logged, so no description is missed.
         while self.descriptions:
@@ -324,7 +324,7 @@ class _Source:
             yield None
 
     def end(self) -> None:
-        """Leave the events to the manager again."""
+        """Stop taking events: the manager's own callers may take them again."""
         if not self.has_ended:
             self.has_ended = True
             self._watch.remove(self)
@@ -388,7 +388,7 @@ class Replay:
                     self._router.send_multipart((client, b"", *message))
                     break
                 except zmq.ZMQError as error:
-                    # Not EAGAIN: the client has gone.
+                    # An error other than EAGAIN: the client has disconnected.
                     if error.errno != zmq.EAGAIN or time.monotonic() > end_s:
                         self.num_rejected += 1
                         return

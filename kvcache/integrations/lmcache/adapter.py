@@ -153,7 +153,7 @@ class KVCacheL2(L2AdapterInterface):
         self._locks.end_lapsed()
         tiers = {str(objects.size): objects.store.stats().tier for objects in self._sizes.all()}
         is_open = not any(tier.unavailable_reason for tier in tiers.values())
-        # A size whose objects are all locked stores nothing.
+        # If all objects of a size are locked, its tier cannot store any.
         stores = [objects.store for objects in self._sizes.all()]
         has_room = all(self._locks.num_pinned(store.tier) < store.tier.num_blocks for store in stores)
         shown = ("num_held", "num_blocks", "corrupt_blocks", "unavailable_reason", "last_error")
@@ -227,7 +227,7 @@ class KVCacheL2(L2AdapterInterface):
                 objects.store.touch(disk_keys)
                 for place, is_loaded in zip(places, objects.store.get(disk_keys, buffers), strict=True):
                     answers[place] = is_loaded
-        # A lock of a bad object would only keep its place from the next store.
+        # A lock on a bad object would only keep the next store from using its slot.
         self._locks.unpin([disk_key(key) for key, is_loaded in zip(keys, answers, strict=True) if not is_loaded])
         if loaded := [key for key, is_loaded in zip(keys, answers, strict=True) if is_loaded]:
             self._notify_keys_accessed(loaded)

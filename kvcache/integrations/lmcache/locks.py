@@ -1,6 +1,6 @@
-"""The locks that LMCache's look-ups take: each keeps an object from being evicted, until it is unlocked or lapses.
+"""The locks of LMCache's look-ups: each keeps an object from being evicted, until LMCache unlocks it or it lapses.
 
-LMCache unlocks the objects of a look-up when their load ends. The objects of a look-up that dies are never unlocked.
+LMCache unlocks the objects of a look-up when their load ends. If the look-up dies, it never unlocks them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Locks:
         self.num_lapsed = 0
         self._ttl_s = ttl_s
         self._lock = Lock()
-        # The oldest first.
+        # By key and by id, the oldest lock first.
         self._of_key: dict[bytes, list[list[Any]]] = {}
         self._until_s: dict[int, tuple[float, bytes, list[Any]]] = {}
 
@@ -41,21 +41,21 @@ class Locks:
                     self._until_s[id(tiers)] = until_s, key, tiers
 
     def release(self, keys: list[bytes]) -> None:
-        """End one lock of each key. The oldest: if it was left behind, the others lapse later."""
+        """End the oldest lock of each key. If a dead look-up left it, a younger lock lapses in its place."""
         with self._lock:
             for key in keys:
                 if locks := self._of_key.get(key):
                     self._end(key, locks[0])
 
     def unpin(self, keys: list[bytes]) -> None:
-        """Let the blocks of locked keys be evicted; the locks stay."""
+        """Allow the blocks of locked keys to be evicted; the locks stay."""
         with self._lock:
             for key in keys:
                 for tiers in self._of_key.get(key, ()):
                     _unpin(key, tiers)
 
     def end_lapsed(self) -> None:
-        """End the locks that are older than the look-ups that LMCache still knows of."""
+        """End the locks whose time has passed: LMCache has forgotten their look-ups by now."""
         now_s = time.monotonic()
         with self._lock:
             while self._until_s:
@@ -66,7 +66,7 @@ class Locks:
                 self.num_lapsed += 1
 
     def follow(self, before: Any, after: Any) -> None:
-        """Pin the blocks that `before` had pinned in the tier `after`, which has replaced it."""
+        """Pin the locked blocks of the tier `before` in the tier `after`, which has replaced it."""
         with self._lock:
             for _, key, tiers in self._until_s.values():
                 if before in tiers:
@@ -94,10 +94,10 @@ def _unpin(key: bytes, tiers: list[Any]) -> None:
 
 
 def read_ttl_s() -> float:
-    """Return how long LMCache's own locks last: that of the L1 for which it makes the adapter that calls this."""
+    """Return how long LMCache's own locks last, for an adapter whose constructor calls this."""
     frame = inspect.currentframe()
     while frame is not None:
-        # No argument of an adapter has it. The function of LMCache that makes the adapter has the L1.
+        # LMCache does not pass it to an adapter. The LMCache function that makes the adapter has L1's manager.
         seconds = getattr(frame.f_locals.get("manager"), "_read_ttl_seconds", None)
         if isinstance(seconds, int | float) and seconds > 0:
             return float(seconds)

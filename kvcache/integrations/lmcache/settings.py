@@ -20,7 +20,7 @@ _USELESS = ("arbiter", "codec", "max_store_blocks", "num_uses", "read_only", "wr
 
 @dataclass(frozen=True, slots=True)
 class L2Settings:
-    """The parsed ``adapter_params``: the whole directory as one tier, and `exporters` and `weights_version`."""
+    """The parsed ``adapter_params``: options of one tier for the whole directory, `exporters` and `weights_version`."""
 
     tier: TierSettings
     exporters: OffloadSettings

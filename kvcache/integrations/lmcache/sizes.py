@@ -12,7 +12,7 @@ from kvcache.integrations.lmcache.settings import MAX_SIZES, L2Settings
 from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
 
 Change = tuple["Objects", list[bytes], list[bytes] | frozenset[bytes]]
-"""The keys that came, and those that went before; or a set of those that stayed, if the size was opened again."""
+"""Stored keys, and keys removed before them; or a set of the keys that stayed, if the size was opened again."""
 
 
 class Objects:
@@ -35,7 +35,7 @@ class Objects:
         for _ in range(self.store.stats().tier.num_held // MAX_STEP_BLOCKS + 2):
             self.store.stats()
         if before is not None:
-            # LMCache hears of the difference only: objects that stayed are neither removed nor stored again.
+            # Only the difference is reported to LMCache: objects that stayed are neither removed nor stored again.
             changes.append((self, [], frozenset(key for _, stored, _ in self._changes for key in stored)))
         changes.extend(self._changes)
         self._changes = changes

@@ -24,7 +24,7 @@ from kvcache.tiers.shared_store import SharedStoreTier
 
 POOL_NAMES = ("kv", "mamba", "swa", "auxiliary_swa", "indexer", "draft", "draft_indexer", "draft_swa")
 _LONG_NAME = "deepseek_v4_"
-"""SGLang has many pools of names that begin so. Beside them, the pool ``kv`` may have no bytes of its own."""
+"""Prefix of the names of several pools of SGLang. Beside them, the pool ``kv`` may have no bytes of its own."""
 
 
 def _parse_shares(name: str, value: Any) -> dict[str, float]:
@@ -42,7 +42,7 @@ def _parse_shares(name: str, value: Any) -> dict[str, float]:
 
 
 def _parse_switch(name: str, value: object) -> bool:
-    # SGLang takes the truth of any value: "0" would be true.
+    # SGLang tests the truth of the value, so the text "0" would be true.
     if type(value) not in (bool, int) or value not in (0, 1):
         raise ValueError(f"{name} must be a bool, 0 or 1, got {value!r}")
     return bool(value)
@@ -69,11 +69,11 @@ class EngineKeys(Options):
     backend_name: str | None = option(parse_text, None, when="always: a name for SGLang's log")
     module_path: str | None = option(parse_text, None, when="always: `kvcache.integrations.sglang`")
     class_name: str | None = option(parse_text, None, when="always: `KVCacheStorage`")
-    interface_v1: bool = option(_parse_switch, False, when="always: 1; pages are copied once more without it")
-    prefetch_threshold: int | None = option(_parse_tokens, None, when="shorter prefixes are to be prefetched, too")
+    interface_v1: bool = option(_parse_switch, False, when="always: 1; without it, pages are copied once more")
+    prefetch_threshold: int | None = option(_parse_tokens, None, when="shorter prefixes should be prefetched, too")
     prefetch_timeout_base: float | None = option(_parse_seconds, None, when="a prefetch may take longer")
     prefetch_timeout_per_ki_token: float | None = option(_parse_seconds, None, when="a prefetch may take longer")
-    hicache_storage_pass_prefix_keys: bool = option(parse_flag, False, when="uses are to be counted exactly")
+    hicache_storage_pass_prefix_keys: bool = option(parse_flag, False, when="uses should be counted exactly")
     tp_lcm_size: int | None = option(_parse_tokens, None, when="engines of several tensor-parallel sizes share")
 
 

@@ -209,8 +209,8 @@ class KVCacheStorage(HiCacheStorage):
             return otherwise
 
     def _follow_weights(self) -> None:
-        """Forget all pages if SGLang names other weights; it does not tell its storage of an update."""
-        # No other call may begin before each store is cleared.
+        """Forget all pages if SGLang's name of the weights has changed: it reports no update to its storage."""
+        # Under the lock: no other call may begin before each store is cleared.
         with self._renaming:
             if (version := _weight_version()) != self._weight_version:
                 for store in self._stores.values():

@@ -32,7 +32,7 @@ from kvcache.transfer.host_pool import HostPool
 _LOG = logging.getLogger(__name__)
 # Before 5.21, generate(prefill_chunk_size=...) computes the whole prompt again after a loaded prefix.
 OLDEST, NEWEST = (5, 21), (5, 24)
-"""The first and the last release (major, minor) of transformers that was tried; the next one is served."""
+"""The first and the last release (major, minor) of transformers that was tried; the next one is accepted, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class PrefixCache:
         An argument is invalid, the memory does not hold one block, the model's cache cannot be cut at a block, or it
         computes a token's keys and values from the tokens computed with it (dynamic quantization) and `verify` is on.
     RuntimeError
-        This release of transformers has not been tried, and is not the next one after those that were.
+        This release of transformers has not been tried, and is not the one after the last that was.
 
     Notes
     -----

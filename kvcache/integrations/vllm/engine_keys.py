@@ -92,7 +92,7 @@ def _spec_faults(extra_config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def copy_faults(extra_config: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield level and text of each option that our worker's copies exclude; `engine` is as for `node_faults`."""
+    """Yield level and text of each option that does not work with our copies; `engine` is as for `node_faults`."""
     stages = engine.get("pipeline_parallel_size", 1)
     plane = extra_config.get(settings.DATA_PLANE) or ("vllm" if has_accelerator() else "kvcache")
     if stages != 1 and plane == "kvcache" and extra_config.get("tiers"):

@@ -46,7 +46,7 @@ _LOGGED_READ_BYTES = 1 << 30
 
 
 def check_readable(vllm_config: Any, tiers: Iterable[TierSettings]) -> None:
-    """Raise ValueError if vLLM's configuration is unknown: only a secret keeps the blocks of tiers apart then."""
+    """Raise ValueError if vLLM's configuration is unknown: then only a salt keeps blocks of different models apart."""
     if vllm_config is None and not all(getattr(tier.options, "salt", "") for tier in tiers):
         raise ValueError(
             "kvcache cannot read the configuration of this release of vLLM, so tiers would know blocks by the model's "
@@ -130,7 +130,7 @@ def _model_of(model_config: Any, load_config: Any, weights_version: str | int | 
     if folder is not None and (digest := _digest_of_texts(folder.glob("*processor_config.json"))):
         model["processor"] = digest
     if model["multimodal"] is not None:
-        # The keys cover raw images: other releases may make other inputs of them.
+        # The keys cover raw images; another release may turn them into other inputs.
         model["multimodal"]["libraries"] = _versions_of(_OF_PROCESSORS)
     if getattr(model_config, "trust_remote_code", False):
         model["code"] = _code_of(model_config, load_config, folder)

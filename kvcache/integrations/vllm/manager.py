@@ -52,7 +52,7 @@ class EngineRequest(ReqContext):
         super().__init__(req_context.req_id, req_context.kv_transfer_params)
         # Whether the engine has reported its end; its last stores may still be running.
         self.has_ended = False
-        # Of the positions up to here, the keys of the group without a window were used.
+        # The keys of the group without a window were used for the positions before this one.
         self.num_path_positions = 0
         # Where the leading run of blocks without a window ends that memory and tiers hold.
         self.found_tokens = 0
@@ -60,7 +60,7 @@ class EngineRequest(ReqContext):
         self.transfers: list[tuple[int, list[bytes]]] = []
         # Keys that were not in host memory at their first look-up: if they are loaded, a tier promoted them.
         self.promoted: set[bytes] = set()
-        # When it stops waiting for blocks that are being stored.
+        # Time at which it stops waiting for blocks that are being stored.
         self.waits_until_s: float | None = None
         self.may_load_below: bool = req_context.load_tier_filter.allows(Medium.STORAGE, None)
         self.set_offload_key_positions(req_context._offload_key_positions)
@@ -147,7 +147,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         return spec if self.spec_type is None else self._engine_spec(spec)
 
     def _used(self, req_context: Any) -> EngineRequest:
-        """Return our context of a request. If the policy knows windows, use the keys by which its path has grown."""
+        """Return our context of a request. If the policy knows windows, use the keys that its path has gained."""
         ours: EngineRequest = req_context.get_state(EngineRequest)
         positions = ours.positions or {}
         if self.path_group is not None and len(positions) > ours.num_path_positions:
@@ -193,7 +193,7 @@ class KVCacheOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: Any) -> None:
         if (ours := req_context.get_state(EngineRequest)) is not None:
             if not ours.num_path_positions:
-                # Later keys, of a reply, are used by a store or a load that names them.
+                # Keys behind the prompt, of a reply, count as used only by a store or a load that names them.
                 self._used(req_context)
             ours.has_ended = True
             self._manager.on_request_finished(ours, use_positions=self.path_group is None)

@@ -137,7 +137,7 @@ class MetricsSource:
     def changes(self, all_parts: bool = False) -> OffloadingConnectorStats | None:
         """Return increments of counters, values of gauges and new observations; None if nothing changed.
 
-        With `all_parts`, all are read now.
+        With `all_parts`, every part is read, not only those that are due.
         """
         telemetry = self._manager.telemetry
         block_bytes = 0 if telemetry is None else telemetry.block_bytes

@@ -108,7 +108,7 @@ def open_node_manager(spec: Any, block_tokens: int, vllm_config: Any) -> NodeKVC
     folder, hello = _greeting(spec, block_tokens, vllm_config, -1)
     manager = NodeManager(folder, hello, num_groups=len(spec.config.groups))
     if any(component.cls is StatusServer for component in spec.settings.exporters):
-        # The other exporters are the owner's. The version of the next reset is this engine's, at a socket of its own.
+        # The owner opens the other exporters. This engine's socket accepts the version of its own next reset.
         manager.telemetry = Telemetry(manager, block_bytes=spec.block_bytes, config={"version": __version__})
         open_exporters(OffloadSettings.parse({"exporters": ["status"]}), manager.telemetry)
     return NodeKVCacheOffloadingManager(manager, folder)
@@ -123,7 +123,7 @@ class NodeKVCacheOffloadingManager(KVCacheOffloadingManager):
         self._folder = folder
 
     def get_stats(self) -> Any:
-        # Also the node's part, which is cheap: an idle engine sends no later one.
+        # Read the node's part at each call: it is cheap, and an engine that becomes idle makes no later call.
         return self.metrics.changes(all_parts=True)
 
     def tier_descriptions(self) -> list[str]:

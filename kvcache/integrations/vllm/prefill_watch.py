@@ -18,7 +18,7 @@ _MAX_RUNNING = 256
 
 @dataclass(slots=True)
 class _Step:
-    """A step of the scheduler, and of each request the part of its prompt that the step computes."""
+    """A step of the scheduler, and for each request the part of its prompt that the step computes."""
 
     begin_s: float = 0.0
     parts: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
@@ -28,8 +28,8 @@ class PrefillWatch:
     """Reports the time of steps that computed parts of prompts. A step lasts until vLLM schedules the next one.
 
     `report` is called with a list of (first token, number of tokens) and the seconds that all of them took together.
-    `offers_first`: vLLM offers the blocks of a step before it calls ``on_schedule_end``. Calls in another order correct
-    it.
+    `offers_first`: whether vLLM offers the blocks of a step before it calls ``on_schedule_end``. If calls arrive in the
+    other order, the watch corrects it.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PrefillWatch:
         # The step that is being scheduled, if vLLM offers its blocks before it calls `on_step`.
         self._next = _Step()
         self._offers_first = offers_first
-        # Scheduled and not computed, oldest first; and computed since the last call of `on_step`.
+        # Steps that are scheduled and not computed, oldest first; steps computed since the last call of `on_step`.
         self._running: deque[_Step] = deque(maxlen=_MAX_RUNNING)
         self._computed: list[_Step] = []
         self._end_s = 0.0
@@ -61,7 +61,7 @@ class PrefillWatch:
         first, end = self._end_of.get(request), max(end_tokens, default=0)
         if first is None or end <= first:
             return
-        # Every scheduled step was computed, so the blocks are of a step whose call of `on_step` is still to come.
+        # Every scheduled step was computed, so these blocks belong to a step for which `on_step` is called later.
         self._offers_first = self._offers_first or not self._running
         self._scheduled().parts[request] = (first, end - first)
         self._end_of[request] = end

@@ -17,7 +17,7 @@ ALLOW_UNTRIED = "KVCACHE_ALLOW_UNTRIED_VLLM"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What differs between minor releases of vLLM; tests/vllm/test_releases.py holds each field against the release."""
+    """Differences between minor releases of vLLM; tests/vllm/test_releases.py compares each field with the release."""
 
     # An event can release the notes of a failed store without announcing a removal (``metadata_only``).
     metadata_only: bool

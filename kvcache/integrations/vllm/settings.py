@@ -54,7 +54,7 @@ _parse_data_plane = choice_of("vllm", "kvcache")
 _ENGINE_POLICY_KEYS = frozenset({"eviction_policy", "cache_policy_module_path"})
 
 ENGINE_SPECS = ("TieringOffloadingSpec", "CPUOffloadingSpec")
-"""vLLM's own specs; tiers of the first may be ours."""
+"""vLLM's own specs; the first may have our tiers."""
 _CONNECTOR_VALUES = {"kv_connector": ("OffloadingConnector",), "kv_role": ("kv_producer", "kv_consumer", "kv_both")}
 _ENGINE_SPEC_KEYS = ENGINE_KEYS | {
     "backpressure",
@@ -300,7 +300,7 @@ def _check_node(settings: OffloadSettings, extra_config: Mapping[str, Any]) -> N
 def node_options(
     extra_config: Mapping[str, Any], settings: OffloadSettings, model: str = "{model}"
 ) -> dict[str, Any]:
-    """Return the options of a node's owner, in types of JSON: all engines of the node must have the same.
+    """Return the options of a node's owner, as JSON types: all engines of the node must have the same options.
 
     ``{model}`` in the paths of tiers and of a recording is replaced by `model`.
     """

@@ -22,7 +22,7 @@ _LEAF_BYTES = 4 << 20
 _MAX_THREADS = 16
 _MAX_FILES = 4096
 _MAX_CACHE_BYTES = 4 << 20
-# A write within the same tick of the file system's clock does not change the times, nor does one through a mapping to a
+# These writes do not change a file's times: one in the same tick of the file system's clock, and one by a mapping to a
 # page that is already dirty. The kernel writes pages of a disk after 30 s, and those of a file in memory never.
 _SETTLED_S = 60.0
 _IN_MEMORY = (0x01021994, 0x858458F6)
