@@ -42,7 +42,8 @@ class Writing:
         choices = [(controller, controller.backlog.choice) for controller in controllers]
         self._limited = [(controller, choice) for controller, choice in choices if choice is not None]
         # A policy that may decline blocks takes all of them only for tiers that are given all.
-        self._declines = len(self._limited) == len(controllers) and hasattr(pool.policy, "stores_all")
+        may_decline = hasattr(pool.policy, "stores_all") and "group_windows" not in pool.configuration()
+        self._declines = may_decline and len(self._limited) == len(controllers)
         # Its first item goes often: in a plain dict that would cost a walk over the gaps of those before.
         self._uses: OrderedDict[bytes, int] = OrderedDict()
         # The keys whose use was counted for each request.
@@ -77,9 +78,12 @@ class Writing:
 
     def reserve(self, keys: list[bytes], req_context: ReqContext | None) -> PrepareStoreOutput | None:
         """Make room for blocks in host memory, and choose which tiers with a budget of writes are given them."""
-        chosen = [(*limited, self._chosen(*limited, keys, req_context)) for limited in self._limited]
+        # A call without keys comes before the request's own, whose number the choice needs.
+        limited = self._limited if keys else []
+        chosen = [(*part, self._chosen(*part, keys, req_context)) for part in limited]
         policy: Any = self._pool.policy
-        if may_decline := self._declines and not any(choice.writes(req_context) for _, choice, _ in chosen):
+        is_written = not chosen or any(choice.writes(req_context) for _, choice, _ in chosen)
+        if may_decline := self._declines and not is_written:
             # No tier gets these blocks, so host memory alone decides.
             policy.stores_all = False
         try:

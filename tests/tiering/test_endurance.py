@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvcache import CPUOffloadingManager, ReqContext, TieredOffloadingManager
+from kvcache import CPUOffloadingManager, ReqContext, TieredOffloadingManager, make_offload_key
 from kvcache.assembly.assemble import parse_tier
 from kvcache.lab.simulate.run import Replay, ReplayClock
 from kvcache.lab.simulate.simulated_tier import SimulatedTier, SimulatedTieredManager
@@ -190,6 +190,46 @@ def test_late_store_is_written():
     bench.manager.complete_store(output.keys_to_store, None)
     bench.manager.settle()
     assert bench.tier.stored_blocks == 5
+
+
+def test_units_of_groups_pass_limited_disk():
+    """Above a disk with a budget, a model with a sliding window stores and finds blocks as before."""
+    now_s, draw = 0.0, random.Random(5)
+    manager = SimulatedTieredManager(
+        16,
+        60,
+        [500],
+        "gittins",
+        clock=lambda: now_s,
+        rules=[("write_through", False, "lru", 20.0)],
+        group_windows=[None, 2],
+    )
+    num_loaded = 0
+    for _ in range(400):
+        now_s += 5.0
+        user, length = draw.randrange(12), draw.randrange(1, 10)
+        context = ReqContext("request")
+        anchors, windowed = ([make_offload_key(key, group) for key in keys_of(user, length)] for group in (0, 1))
+        for keys in (anchors, windowed):
+            for place, key in enumerate(keys):
+                context.set_offload_key_position(key, 16 * (place + 1))
+        num_hits = manager.lookup(anchors, context)
+        while num_hits and manager.lookup(windowed[max(0, num_hits - 2) : num_hits], context) < min(2, num_hits):
+            num_hits -= 1
+        loaded = [*anchors[:num_hits], *windowed[max(0, num_hits - 2) : num_hits]]
+        manager.prepare_load(loaded, context)
+        manager.complete_load(loaded, context)
+        num_loaded += len(loaded)
+        output = manager.prepare_store([*anchors[num_hits:], *windowed[num_hits:]], context)
+        if output is not None:
+            manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+        manager.policy.check()
+    stats = manager.tier_stats()[0]
+    assert manager.stats().num_referenced == 0
+    assert 0 < stats.written_blocks <= 500 * 20 * 2060 / DAY_S
+    assert stats.declined_blocks > 0
+    assert num_loaded > 500
 
 
 def test_endurance_refuses_other_rules():
