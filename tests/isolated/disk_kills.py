@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from kvcache.epoch import Epoch
 from kvcache.tiers.disk.directory import directory_bytes
 from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskTier
@@ -31,7 +32,9 @@ NUM_JOBS = 4
 def open_tier(folder):
     flat = np.frombuffer(mmap.mmap(-1, NUM_JOBS * 2 * JOB_BLOCKS * BLOCK_BYTES), np.uint8)
     host_blocks = flat.reshape(-1, BLOCK_BYTES)
-    return host_blocks, DiskTier(folder, CAPACITY_BYTES, host_blocks, flush_interval_s=0.02)
+    # A later start finds the blocks of a reset by their version only.
+    named = Epoch.of_version("v1").of_fingerprint({})
+    return host_blocks, DiskTier(folder, CAPACITY_BYTES, host_blocks, fingerprint=named, flush_interval_s=0.02)
 
 
 CAPACITY_BYTES = capacity_for(NUM_BLOCKS, BLOCK_BYTES)
@@ -56,7 +59,7 @@ def write_until_killed(folder, first, pipe, draw):
     while True:
         if draw.random() < 0.02:
             os.write(pipe, b"Y 0 %d\n" % (number - 1))
-            tier.reset()
+            tier.reset("v1")
             # `reset` has returned: from here on, a kill must not bring blocks back.
             os.write(pipe, b"X 0 %d\n" % (number - 1))
             while jobs or loading or tier.stats().unavailable_reason:
