@@ -282,7 +282,7 @@ def block_ids_of(spec: Any) -> list[int] | None:
 
 
 class _Limits:
-    """The memory and bytes that files of `num_bytes` may still expand to."""
+    """The memory and bytes to which files of `num_bytes` may still expand."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory_bytes = _FREE_MEMORY_BYTES + _MEMORY_RATIO * num_bytes

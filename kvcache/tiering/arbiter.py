@@ -173,10 +173,10 @@ class LoadArbiter:
 
 @dataclass(slots=True)
 class LoadChoice:
-    """The decision for one request so far: it only grows, until a cut ends it.
+    """The decision for one request so far. It is extended to more tokens, until a cut ends it.
 
-    The prefix is decided up to `seen_token` and loaded up to `limit_token`; it is cut if that is less. At `give_up_s`,
-    computing would have been done in the time spent waiting. Change it with `decide` and `give_up` only.
+    The prefix is decided up to `seen_token` and loaded up to `limit_token`; if that is less, it is cut. At `give_up_s`
+    the request has waited for as long as computing takes. Change it with `decide` and `give_up` only.
     """
 
     seen_token: int = -1
@@ -201,7 +201,7 @@ class LoadChoice:
 class Arbitration:
     """Decides for a manager which requests load blocks.
 
-    A look-up calls `sources_to_load` only, which takes all steps of a decision. `counts` are the numbers of decisions,
+    A look-up only calls `sources_to_load`, which makes the whole decision. `counts` are the numbers of decisions,
     by the names of `ManagerStats`. `group_of` returns the KV-cache group of a key; a replay sets its own, because its
     keys are hashes.
     """
@@ -263,7 +263,7 @@ class Arbitration:
     ) -> tuple[list[bytes], bool] | None:
         """Return the keys to decide about before a look-up of `keys` is answered, None if that is decided.
 
-        And whether they are those of the prompt, as far as known, in place of `keys`.
+        The second value is whether they are the known keys of the whole prompt, instead of `keys`.
 
         `sources` are those of the keys below the first `num_ready`. If an engine asks key by key, all known keys of the
         prompt are decided about at once. A request that has waited too long gives up.

@@ -21,7 +21,7 @@ class Backlog:
 
     With ``"write_back"``, `dirty` holds the blocks that are not due yet, least recently used first. `missed` holds
     blocks that were not written because the tier failed: those that are still in host memory are offered again once it
-    works. A tier with a budget of writes has a `choice`, which decides what is offered.
+    works. A tier with a budget of writes has a `choice`, which chooses the blocks to offer.
     """
 
     def __init__(self, num_blocks: int, is_write_back: bool) -> None:
@@ -80,7 +80,7 @@ class Backlog:
             self.missed.popitem(last=False)
 
     def note_unwritten(self, num_blocks: int, is_again: bool) -> None:
-        """Count blocks of a job that were not written; `is_again`: they are missed ones, which were counted before."""
+        """Count blocks of a job that were not written. `is_again`: they were missed before, and are counted already."""
         if not is_again:
             self.num_dropped += num_blocks
 

@@ -55,7 +55,7 @@ class TierConfig(Options):
     arbiter : bool
         Whether blocks are loaded only where that is expected to take less time than to compute them.
     endurance : float or str, optional
-        Of a disk: drive writes a day at most, or bytes such as ``"6TiB/day"``. None: no limit.
+        Limit of a disk: drive writes a day, or bytes such as ``"6TiB/day"``. None: unlimited.
 
     Raises
     ------
@@ -84,7 +84,7 @@ class TierConfig(Options):
         parse_flag, False, when="loading may take longer than computing the blocks; it is `true` by default for `s3`"
     )
     endurance: float | str | None = option(
-        parse_endurance, None, when="an SSD must not be worn out before its time: its rated drive writes a day"
+        parse_endurance, None, when="an SSD must not wear out early: its rated drive writes a day"
     )
 
     def __post_init__(self) -> None:
@@ -303,9 +303,9 @@ class TierController:
                 self._faults.call("cancel", None, self.tier.cancel, job.job_id)
 
     def poll(self, max_blocks: int, now_s: float) -> list[tuple[TierJob | None, TierResult]]:
-        """Return results as `get_finished` does, then give up late jobs and try a failed reset again.
+        """Return results as `get_finished` does, then stop waiting for late jobs and retry a failed reset.
 
-        The reports come first: a job that has ended is not late, and its blocks are not waited for.
+        Reports are read first: a job that has ended is not late.
         """
         finished = self.get_finished(max_blocks, now_s)
         self.give_up_overdue(now_s)

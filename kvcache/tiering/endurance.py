@@ -1,7 +1,7 @@
-"""Which blocks a disk with a budget of writes is given.
+"""Chooses the blocks that a disk with a budget of writes receives.
 
-An SSD endures few writes a day, and most blocks are never read again. So the blocks of a request are written together
-or not at all: a hole would make those behind it useless. The choice follows what such blocks were read before.
+An SSD endures few writes a day, and most blocks are never read again. A run, the blocks of one request, is written as a
+whole or not at all: a hole would make the blocks behind it useless. It is chosen if similar runs were read often.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcache.request import ReqContext
 from kvcache.tiers.base.wear import Wear
 
 _STEP, _MOST_PLACES = 2, 256
-"""Every second key of a run is watched, fewer of a long one: a class needs shares, not counts of all keys."""
+"""Every second key of a run is watched, fewer of a long one: the estimate needs shares, not all keys."""
 
 _MOST_ROOM = 1 << 40
 _RunClass = tuple[int, int]
@@ -25,8 +25,8 @@ _RunClass = tuple[int, int]
 class RunValues:
     """How often blocks of similar runs were read again after they had left host memory.
 
-    The class of a run is the logarithms of the blocks before it that were seen earlier, and of its own blocks. A block
-    that is used again while host memory holds it counts for the run of the later use only.
+    The class of a run is a pair of logarithms: of the number of its blocks that were seen before, and of its new ones.
+    If a block is used again while host memory holds it, only the later run counts it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -37,7 +37,7 @@ class RunValues:
         self._classes: dict[_RunClass, list[float]] = {}
 
     def observe(self, keys: Sequence[bytes], num_held: int) -> _RunClass:
-        """Record a request's keys, in prefix order, the first `num_held` held by the tier; return the run's class."""
+        """Record a request's keys, in prefix order, and return their class. The tier holds the first `num_held`."""
         places = _places(len(keys))
         num_seen = num_held
         for place in places:
@@ -47,13 +47,13 @@ class RunValues:
                 run_class, weight, has_left = earlier
                 self._classes[run_class][1 if has_left else 0] += weight if has_left else -weight
         run_class = (num_seen + 1).bit_length(), (len(keys) - num_seen).bit_length()
-        # A class that is new begins with a value above 0, so that it is tried.
+        # A new class begins with a value above 0, so that it is tried.
         self._classes.setdefault(run_class, [1.0, 0.3])
         self.watch(keys, num_held, run_class)
         return run_class
 
     def watch(self, keys: Sequence[bytes], num_held: int, run_class: _RunClass) -> None:
-        """Record blocks of a run that are offered, those behind the first `num_held`."""
+        """Record the offered blocks of a run: those behind the first `num_held`."""
         counts = self._classes[run_class]
         for before, place in pairwise([-1, *_places(len(keys))]):
             weight = max(0, place - max(before, num_held - 1))
@@ -70,7 +70,7 @@ class RunValues:
                 self._watched[key] = (*watched[:2], True)
 
     def is_worth(self, run_class: _RunClass, spare: float) -> bool:
-        """Return whether at most a share `spare` of all offered blocks were of better classes."""
+        """Return whether better classes have at most a share `spare` of all offered blocks."""
         num_offered, num_read = self._classes[run_class]
         value = num_read / max(1.0, num_offered)
         better = sum(offered for offered, read in self._classes.values() if read / max(1.0, offered) > value)
@@ -78,7 +78,7 @@ class RunValues:
 
 
 def _places(num_keys: int) -> list[int]:
-    # A later turn of a chat begins with all blocks of this one, so the last block shows it.
+    # A later turn of a chat begins with all blocks of this one, so the last key shows that all were seen.
     step = max(_STEP, num_keys // _MOST_PLACES)
     return [*range(step - 1, num_keys - 1, step), num_keys - 1] if num_keys else []
 
@@ -91,7 +91,7 @@ class _Run:
 
 
 class RunChoice:
-    """Chooses the runs that a tier with the budget `wear` is given; `due` are chosen blocks that are not ready yet."""
+    """Chooses the runs that a tier with the budget `wear` receives; `due` has chosen blocks that are not ready yet."""
 
     def __init__(self, wear: Wear) -> None:
         self._wear = wear
@@ -112,10 +112,10 @@ class RunChoice:
         find: Callable[[list[bytes]], int | None],
         num_waiting: int,
     ) -> list[bytes]:
-        """Return the blocks of a request to write, head first: of those that it loaded, and of `keys`, which it stores.
+        """Return which blocks of a request to write, head first. It stores `keys`, and may have loaded others before.
 
-        The first call of a request decides for all of it. `find` looks blocks up in the tier, and `num_waiting` other
-        blocks have yet to be written.
+        The first call for a request decides for all of its blocks. `find` looks blocks up in the tier. `num_waiting`
+        other blocks wait to be written.
         """
         run = self._run_of(req_context)
         missing = [key for key in keys if key not in run.keys]
@@ -130,7 +130,7 @@ class RunChoice:
             run.is_chosen = self._values.is_worth(run.run_class, self._wear.spare())
         room = max(0, int(min(self._wear.left(), _MOST_ROOM)) - num_waiting)
         chosen = missing[:room] if run.is_chosen else []
-        # Behind a hole, blocks are useless.
+        # Blocks behind a hole are useless, so later ones of the request are not written.
         run.is_chosen = len(chosen) == len(missing)
         self.num_declined += len(missing) - len(chosen)
         return chosen
@@ -139,7 +139,7 @@ class RunChoice:
         return _Run() if req_context is None else self._runs.setdefault(req_context, _Run())
 
     def writes(self, req_context: ReqContext | None) -> bool:
-        """Return whether the request's blocks are written; without a context, they are chosen call by call."""
+        """Return whether a request's blocks are written; always True without a context."""
         return req_context is None or self._run_of(req_context).is_chosen
 
     def end(self, req_context: ReqContext) -> None:
@@ -147,7 +147,7 @@ class RunChoice:
         self._runs.pop(req_context, None)
 
     def take_due(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Remove and return those of `keys` that are due."""
+        """Remove the `keys` that are due from `due`, and return them."""
         ready = [key for key in keys if key in self.due] if self.due else []
         self.due.difference_update(ready)
         return ready
@@ -158,6 +158,6 @@ class RunChoice:
         self.due.difference_update(keys)
 
     def clear(self) -> None:
-        """Forget requests and blocks; what classes of runs are worth stays."""
+        """Forget requests and blocks, but keep the values of classes."""
         self._runs.clear()
         self.due.clear()

@@ -169,7 +169,7 @@ class TieredOffloadingManager(OffloadingManager):
         -------
         dict
             As of `CPUOffloadingManager.configuration`, ``deadline_s``, ``tiers``: medium, policy (if known) and
-            `TierConfig` of each, and ``prefill_tokens_per_s`` where it is given.
+            `TierConfig` of each, and ``prefill_tokens_per_s`` if it was set.
         """
         tiers = [{"medium": controller.medium, **asdict(controller.config)} for controller in self.controllers]
         for tier, controller in zip(tiers, self.controllers, strict=True):

@@ -81,7 +81,7 @@ class Promotion:
             return not job.is_overdue and request.may_wait(self._pending.clock())
         if key in request.wanted or self._pool.states([key]) == bytes([ABSENT]):
             return key in request.wanted
-        # The engine is storing the block: for that the request waits no longer than for a tier.
+        # The engine is storing the block. The request waits no longer for that than for a tier.
         now_s = self._pending.clock()
         return req_context is None or self._pending.begin(req_context, now_s).may_wait(now_s)
 

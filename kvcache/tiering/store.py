@@ -204,8 +204,8 @@ class KeyedStore:
     def clear(self, version: str | int | None = None) -> bool:
         """Forget every block; return whether that is done and the tier serves again, within ``deadline_s``.
 
-        `version` names the weights of later blocks. Without one, processes that share a store and clear it together
-        share its next blocks: they must have the same weights.
+        `version` names the weights of later blocks. Without one, processes that share a store and clear it at the same
+        time share its next blocks, so they must have the same weights.
         """
         with self._lock:
             if not self._is_closed:
@@ -236,7 +236,7 @@ class KeyedStore:
         self._controller.shutdown()
 
     def _poll(self) -> float:
-        """Take the tier's reports, give up late jobs, and pass uses on; return the time."""
+        """Read the tier's reports, stop waiting for late jobs, and report uses to the tier; return the time."""
         now_s = self.clock()
         controller = self._controller
         for job, result in controller.poll(MAX_STEP_BLOCKS, now_s):
@@ -315,7 +315,7 @@ class KeyedStore:
                 break
             elif sent is None or ended:
                 self._sleep(num_ended)
-        # After a clear, no block of before is right, and none is to be found.
+        # After a clear, an earlier block must not be found: it may be of other weights.
         return [key in blocks.moved and num_clears == self._num_clears for key in keys]
 
     def _load_now(self, blocks: _Blocks) -> None:

@@ -23,8 +23,8 @@ _ENDED = object()
 class UseQueue:
     """Uses of blocks and ends of requests, oldest first.
 
-    `step` keys or a quarter of the queue, if that is more, are passed on at a time. Beyond `limit`, the oldest uses are
-    dropped and counted in `num_dropped`. A longer use is passed on in pieces: the last keys first, so that the first
+    `step` keys or a quarter of the queue, if that is more, are reported at a time. Beyond `limit`, the oldest uses are
+    dropped and counted in `num_dropped`. A longer use is reported in pieces: the last keys first, so that the first
     key becomes the most recent; with `keeps_paths` in path order, for a policy that keeps the keys of a path in order.
     """
 

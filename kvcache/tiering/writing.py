@@ -41,7 +41,7 @@ class Writing:
         ]
         choices = [(controller, controller.backlog.choice) for controller in controllers]
         self._limited = [(controller, choice) for controller, choice in choices if choice is not None]
-        # A policy that may decline blocks takes all of them only for tiers that are given all.
+        # A policy that may decline blocks stores all of them only if some tier receives all blocks.
         may_decline = hasattr(pool.policy, "stores_all") and "group_windows" not in pool.configuration()
         self._declines = may_decline and len(self._limited) == len(controllers)
         # Its first item goes often: in a plain dict that would cost a walk over the gaps of those before.
@@ -77,14 +77,14 @@ class Writing:
             controller.backlog.offer(reversed(self._ready(by_uses.get(controller.config.num_uses, []))))
 
     def reserve(self, keys: list[bytes], req_context: ReqContext | None) -> PrepareStoreOutput | None:
-        """Make room for blocks in host memory, and choose which tiers with a budget of writes are given them."""
-        # A call without keys comes before the request's own, whose number the choice needs.
+        """Make room for blocks in host memory, and choose which tiers with a budget of writes receive them."""
+        # A call without keys precedes the one that stores the request's blocks, whose number the choice needs.
         limited = self._limited if keys else []
         chosen = [(*part, self._chosen(*part, keys, req_context)) for part in limited]
         policy: Any = self._pool.policy
         is_written = not chosen or any(choice.writes(req_context) for _, choice, _ in chosen)
         if may_decline := self._declines and not is_written:
-            # No tier gets these blocks, so host memory alone decides.
+            # No tier receives these blocks, so the policy of host memory may decline them.
             policy.stores_all = False
         try:
             output = self._pool.reserve(keys, req_context)

@@ -96,7 +96,7 @@ class MooncakeOptions(Options):
     timeout_s: float = option(parse_duration, 2.0, when="a healthy master or node may take longer to answer")
     soft_pin: bool = option(parse_flag, False, when="the store must evict other values before these", rare=True)
     soft_pin_ttl_s: float | None = option(
-        parse_duration, None, when="a soft pin must end at another time than the master's", rare=True
+        parse_duration, None, when="a soft pin must last longer, or less long, than the master's default", rare=True
     )
     metadata_server: str = option(
         parse_text, "P2PHANDSHAKE", when="your nodes find each other through a metadata server", rare=True
@@ -209,11 +209,11 @@ class MooncakeTier(SharedStoreTier):
     def unavailable_reason(cls, options: MooncakeOptions) -> str:
         try:
             load_client(options.timeout_s)
-            # A master that is not there is found at once, and without a client.
+            # This detects a missing master at once, and without a client.
             socket.create_connection(_address(options.master), timeout=options.timeout_s).close()
         except (OSError, ImportError) as error:
             return f"{options.master} cannot be used: {error}"
-        # A trial block needs little memory, in a store that has no other.
+        # The trial block may lie in memory that this process lends, and needs little of it.
         return super().unavailable_reason(replace(options, lend_bytes=min(options.lend_bytes, 1 << 26)))
 
     def __repr__(self) -> str:

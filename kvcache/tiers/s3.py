@@ -1,10 +1,10 @@
 """A tier in a bucket of an object store that speaks S3: blocks of one engine are hits for all engines of the bucket.
 
-A value is an object: the payload and behind it its seal, uploaded from host memory in one request that creates the
-object only if it is missing. A download is copied into host memory as it arrives, after its length was compared. An
+A value is an object: the payload, followed by its seal. One request uploads it from host memory, and creates the object
+only if it is missing. A download is copied into host memory as it arrives, after its length was compared. An
 object of another length is not read, because it may be larger than memory. Names, seals and epochs are those of
-`SharedStoreTier`, with slashes in place of colons, below the option `prefix`. The bucket bounds nothing: a lifecycle
-rule has to expire objects.
+`SharedStoreTier`, with slashes in place of colons, below the option `prefix`. A bucket has no size limit: a
+lifecycle rule has to expire objects.
 
 Credentials come from the environment or the platform (`obstore` reads them and renews those that expire). The payload
 is not part of a request's signature: the seal covers it.
@@ -44,10 +44,10 @@ _PREFIX = re.compile(r"(?=.{1,256}$)[\w=-][\w.=-]*(?:/[\w=-][\w.=-]*)*/?", re.AS
 _MAINTAIN_INTERVAL_S = 60.0
 _ABSENT_S = 5.0
 _MAX_QUESTIONS = 64
-"""Questions of one query that are under way at most."""
+"""Maximum number of requests under way for one query."""
 _CHUNK_BYTES = 1 << 16
 _MAX_LISTED = 1000
-# Twice as long in hexadecimal; some servers allow 255 characters between two slashes.
+# A name is twice as long in hexadecimal, and some servers allow 255 characters between two slashes.
 _MAX_KEY_BYTES = 120
 _NO_BUCKET, _SKEWED = "NoSuchBucket", "RequestTimeTooSkewed"
 _MAX_RETRIES = 2
@@ -55,7 +55,7 @@ _BACKOFF = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta
 
 
 def _parse_bucket(name: str, value: object) -> str:
-    # The library aborts its thread if a name makes no URL.
+    # The library aborts its thread if a name does not form a valid URL.
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]", value):
         raise ValueError(f"{name} must be the name of a bucket: letters, digits, '.', '_' and '-', got {value!r}")
     return value
@@ -94,7 +94,7 @@ class S3Options(Options):
     endpoint: str | None = option(
         _parse_endpoint, None, when="the store is not AWS: `https://host:port`, or `http://` in a network of your own"
     )
-    region: str | None = option(parse_text, None, when="the bucket is elsewhere than the environment's `AWS_REGION`")
+    region: str | None = option(parse_text, None, when="the bucket is not in the region that `AWS_REGION` names")
     salt: str = option(parse_text, "", when="tenants share the bucket: a secret of one tenant's engines")
     timeout_s: float = option(parse_duration, 5.0, when="a request of a healthy store may take longer, or must not")
     ca_file: str | None = option(parse_text, None, when="the store's certificate is signed by your own authority")
@@ -196,7 +196,7 @@ class S3Tier(SharedStoreTier):
                         return False
                     return True
 
-            # Also after an error all answers are awaited: the library's threads must not find the loop closed.
+            # Wait for all answers, also after an error: the library's threads must not find the loop closed.
             return await asyncio.gather(*map(is_held, names), return_exceptions=True)
 
         with _os_errors(self._address):
@@ -211,7 +211,7 @@ class S3Tier(SharedStoreTier):
         for i, (name, buffer) in enumerate(zip(names, batch.buffers, strict=True)):
             with _os_errors(self._address):
                 try:
-                    # Not asked before whether it is held: that costs every block a round trip.
+                    # The store is not asked before whether it holds the block: that would cost a round trip for each.
                     value = iter((buffer, seal(i)))
                     obstore.put(self._store, self._path(name), value, mode="create", use_multipart=False)
                 except AlreadyExistsError:
@@ -242,7 +242,7 @@ class S3Tier(SharedStoreTier):
             with _os_errors(self._address):
                 obstore.delete(self._store, [self._path(name) for name in names])
         except OSError as error:
-            # Without the permission they stay, and are misses.
+            # Without this right, the objects stay, and are misses.
             self._warnings.warn("delete", "%s", error)
 
     def delete_older(self, prefix: bytes) -> None:
@@ -268,7 +268,7 @@ class S3Tier(SharedStoreTier):
 def clear_bucket(values: S3Options, prefix: str, confirm: Callable[[dict[str, int]], None]) -> int:
     """Delete the objects below ``values.prefix`` whose names begin with `prefix`, and return their number.
 
-    `confirm` is called before with the number of objects of each model. If it raises, nothing is deleted.
+    First `confirm` is called with the number of objects of each model. If it raises, nothing is deleted.
     """
     start = (f"{values.prefix}/" if values.prefix else "") + prefix.replace(":", "/")
     counts: Counter[str] = Counter()
@@ -277,7 +277,7 @@ def clear_bucket(values: S3Options, prefix: str, confirm: Callable[[dict[str, in
         with _os_errors(_address(values)):
             for paths in _listed(store, start):
                 counts.update(":".join(path.removeprefix(values.prefix).strip("/").split("/")[:2]) for path in paths)
-        # Nothing is deleted before all is counted, so that `confirm` can name what would be lost.
+        # Count all objects first, so that `confirm` can show what would be lost.
         confirm(dict(counts))
         with _os_errors(_address(values)):
             return _delete_under(store, start)
@@ -287,7 +287,7 @@ def clear_bucket(values: S3Options, prefix: str, confirm: Callable[[dict[str, in
 
 def _listed(store: S3Store, start: str) -> Iterator[list[str]]:
     """Yield the paths that begin with `start`, many at a time."""
-    # The store lists whole folders: not those whose names only begin alike.
+    # The store lists whole folders, and none whose name only begins with this one's.
     for listed in obstore.list(store, start.rpartition("/")[0], chunk_size=_MAX_LISTED):
         yield [entry["path"] for entry in listed if entry["path"].startswith(start)]
 
@@ -315,7 +315,7 @@ def _store_of(values: S3Options) -> S3Store:
         client["allow_http"] = values.endpoint.startswith("http://")
     if values.region is not None:
         config["region"] = values.region
-    # A server that is busy (503) is asked again, but not after the time limit of one request.
+    # A request to a busy server (503) is retried, but not after the time limit of one request.
     retries: Any = {"max_retries": _MAX_RETRIES, "retry_timeout": time_limit, "backoff": _BACKOFF}
     try:
         if values.ca_file is not None:
@@ -332,19 +332,19 @@ def _os_errors(address: str) -> Iterator[None]:
         yield
     except BaseException as error:
         text = f"{address}: {_shown(error)}"
-        # A clock that is wrong is set right one day.
+        # A wrong clock may be corrected later, so this is not a fault of the credentials.
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) and _SKEWED not in text:
             raise PermissionError(text) from None
         if isinstance(error, FileNotFoundError):
             raise FileNotFoundError(text) from None
-        # The library's threads may panic, which is no Exception.
+        # The library's threads may panic, and a panic is not an Exception.
         if isinstance(error, BaseError) or type(error).__name__ == "PanicException":
             raise OSError(text) from None
         raise
 
 
 def _shown(error: BaseException) -> str:
-    """Return the store's own code and message, or else the end of the first line, whose start repeats the request."""
+    """Return the store's code and message, or else the end of the first line: its start repeats the request."""
     text = str(error)
     answer = re.search(r"<Code>(\w+)</Code>(?:.*?<Message>([^<]*)</Message>)?", text, re.DOTALL)
     if answer is not None:

@@ -7,10 +7,10 @@ Names are ``kvcache:<namespace>:<epoch>:<block key>``. The namespace is a keyed 
 geometry), the format and a tenant's salt, so engines share blocks only if the bytes mean the same. A value is a payload
 and a seal over name and payload. A value that is foreign, short, long or torn is a counted miss and is deleted.
 
-An epoch stands for weights (`kvcache.epoch`), so they are no part of the namespace. Engines begin in the epoch of their
-fingerprint, which is announced: an operator may announce another one, for engines that start later. A reset leaves it
+An epoch stands for weights (`kvcache.epoch`), so they are not part of the namespace. An engine begins in the epoch that
+the store announces for its fingerprint; an operator may announce another one for later starts. A reset leaves it
 for the epoch of a version, or for a private one that is never announced. The blocks of a private epoch are deleted when
-its engine leaves it; those of others may be in use, and the store evicts them. If the store has forgotten the
+its engine leaves it. Blocks of other epochs may be in use, and the store evicts them. If the store has forgotten the
 announced epoch, a running engine announces it again.
 """
 
@@ -94,7 +94,7 @@ class SharedStoreTier(JobTier):
         self._namespace = Namespace(store_format, without_weights(described), self.block_bytes, salt)
         self.prefix = self._namespace.prefix.encode()
         self._start = Epoch.of(described)
-        # In names: the announced epoch of the fingerprint, empty until the store has answered, and that of a reset.
+        # Parts of names: the announced epoch of the fingerprint (empty until the store answers); that of a reset.
         self._announced = self._own = ""
         # The last reset, and the private epochs that this engine has left and whose blocks are not deleted yet.
         self._reset: tuple[int, Epoch] | None = None
@@ -152,22 +152,22 @@ class SharedStoreTier(JobTier):
 
     @classmethod
     def unavailable_reason(cls, options: Any) -> str:
-        """Store, load and delete one block under a name of its own; return what fails, or ""."""
+        """Store, load and delete one block under a name of its own; return an error message, or ""."""
         tier: Any = None
         try:
-            # A model of its own, so that no engine's names are touched.
+            # A model that no engine has, so that no engine's names are changed.
             tier = cls.make(options, np.zeros((1, _PROBE_BYTES), np.uint8), {"check": secrets.token_hex(8)})
             reason: str = tier._probe()
             return reason
         except Exception as error:
-            # The errors of a store's client are those of a package.
+            # The client of a store raises errors of its own package.
             return f"it cannot be used: {(str(error).splitlines() or [type(error).__name__])[0]}"
         finally:
             if tier is not None:
                 tier.shutdown()
 
     def _probe(self) -> str:
-        """Store, load and delete one block; return what does not work. The tier joins no epoch afterwards."""
+        """Store, load and delete one block; return an error message. The tier joins no epoch afterwards."""
         batch = TierBatch(0, False, [b"check"], [0], None, None, self.generation, self.host_rows)
         self._join_epoch()
         names = [self.store_name(b"check"), self.epoch_name]
@@ -236,7 +236,7 @@ class SharedStoreTier(JobTier):
             return refused
         outcomes = self.put_values(names, batch, lambda i: self._namespace.seal(names[i], buffers[i]))
         if batch.generation != self.generation:
-            # The reset may have deleted the old names before these were written. Others may use those that were held.
+            # The reset may have deleted the old names before these were written. Names held before are others'.
             self.delete_values([name for name, out in zip(names, outcomes, strict=True) if out == BlockOutcome.DONE])
             return refused
         return outcomes
@@ -264,7 +264,7 @@ class SharedStoreTier(JobTier):
         """Take the announced epoch once, or announce that of the fingerprint if it is missing."""
         if self.epoch:
             return
-        # One thread at a time: two must not join different epochs.
+        # One thread at a time, so that two do not join different epochs.
         with self._epoch_lock:
             if self.epoch:
                 return

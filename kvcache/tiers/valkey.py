@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 PASSWORD_VARIABLE = "KVCACHE_VALKEY_PASSWORD"
 _FORMAT = b"kvcache valkey 2"
 _EPOCH_INTERVAL_S = 5.0
-# Unsent answers pile up in the server's memory, so a connection awaits at most twice as many bytes.
+# The server keeps unsent answers in memory, so a connection awaits at most twice this many bytes.
 _WINDOW_BYTES = 1 << 20
-# A store sends so many bytes before it asks which of the next blocks another engine has stored, and awaits answers.
+# A store sends this many bytes; then it waits, and asks which of the next blocks another engine has stored.
 _STORE_WINDOW_BYTES = 4 << 20
 _SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 

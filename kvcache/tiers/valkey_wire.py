@@ -135,7 +135,7 @@ class Channel:
             raise WireError(f"the server took nothing for {self._timeout_s} s") from None
 
     def read_count(self) -> int:
-        """Read the answer of a command that counts, or that confirms: 1 if it was done."""
+        """Read the answer of a command: its count, or 1 if it was confirmed."""
         kind, rest = self._line()
         if kind == b"+":
             return int(rest == b"OK")

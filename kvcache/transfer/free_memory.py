@@ -13,7 +13,7 @@ from pathlib import Path
 def memory_left(folder: Path | None = None) -> tuple[int, str] | None:
     """Return the bytes that this process may still allocate, and the name of the limit; None if all are unknown.
 
-    `folder` is that of the file of memory that processes share.
+    `folder` is the folder of the shared-memory file.
     """
     limits = [_machine_memory(Path("/")), _cgroup_memory(Path("/"))]
     limits += [] if folder is None else [_shared_memory(folder)]
@@ -37,7 +37,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _shared_memory(folder: Path) -> tuple[int, str] | None:
-    """Return what the file system of a folder has free; None if it is missing, or has no limit of its own."""
+    """Return the free bytes of a folder's file system; None if the folder is missing or has no limit of its own."""
     try:
         disk = os.statvfs(folder)
     except OSError:

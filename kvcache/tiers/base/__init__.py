@@ -1,1 +1,1 @@
-"""What a tier is made of: the interface, jobs and their threads, catalogs, checksums and codecs."""
+"""The parts of every tier: the interface, jobs and their threads, catalogs, checksums and codecs."""

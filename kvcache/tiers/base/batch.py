@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CANCELLED = "cancelled"
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""A write fails with one of these if the disk, a quota or the largest file has no room for it."""
+"""Errors of a write for which the disk or a quota has no room, or the file would be too large."""
 
 
 class BlockOutcome(IntEnum):

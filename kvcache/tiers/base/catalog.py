@@ -34,7 +34,7 @@ _MAX_REMEMBERED_KEYS = 1 << 20
 _MAX_WITHHELD = 1 << 15
 """Slots that one call withholds at most; it bounds the scheduler's call."""
 _AGAIN_S = 1.0
-"""How long slots without space stay withheld: then one is tried, then two, four, ..., until a store fails again."""
+"""How long slots without space stay withheld. Then one is tried, later two, four, ..., until a store fails again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Catalog:
         """End the store of `keys`, which `begin_store` returned: the medium holds those in `stored`."""
 
     def withhold(self, has_space: npt.NDArray[np.bool_], under_way: list[bytes]) -> None:
-        """Place no block for a while in the free slots without space; `under_way` are the keys being written."""
+        """Stop using the free slots without space for a while; `under_way` are the keys being written."""
 
     def begin_load(self, keys: list[bytes]) -> Placement:
         """Reference the blocks that can be loaded, and return them; the others are missed."""
@@ -158,7 +158,7 @@ class SlotCatalog(Catalog):
         self._bad: set[bytes] = set()
         self._deleted: set[bytes] = set()
         self._unannounced = deque(keys)
-        # Ids of slots for which the disk had no room, how many of them to try next, and when.
+        # Ids of slots for which the disk had no room; how many of them to try next, and at what time.
         self._withheld: list[int] = []
         self._num_again, self._again_s = 1, 0.0
         # The pool numbers the blocks that were found 0, 1, 2, ..., in the order of their use.
@@ -200,7 +200,7 @@ class SlotCatalog(Catalog):
         while (output := self._blocks.reserve(keys[::-1] if self._keeps_paths else keys)) is None:
             if not self._withheld or len(keys) < 2:
                 return None
-            # More than the slots with space. The head of a prefix comes last.
+            # More keys than slots with space: drop the first half. The head of a prefix is last.
             middle = len(keys) // 2
             missed += keys[:middle]
             keys = keys[middle:]

@@ -81,11 +81,11 @@ class Codec(Configurable, ABC):
         """
 
     def encode_named(self, name: bytes, block: memoryview, target: memoryview) -> int:
-        """Encode the block called `name`: a digest of the tier's fingerprint, and the block's key; see `encode`."""
+        """Encode the block `name`, which is a digest of the tier's fingerprint and the block's key; see `encode`."""
         return self.encode(block, target)
 
     def decode_named(self, name: bytes, code: memoryview, block: memoryview) -> None:
-        """Decode the block called `name`; see `decode`."""
+        """Decode the block `name`; see `decode`."""
         self.decode(code, block)
 
 

@@ -46,7 +46,7 @@ class JobTier(Medium, Tier):
         Encodes blocks on their way to the medium. The batches of `get` and `put` then hold encoded rows in place of
         host blocks; `kvcache.tiers.base.codec.stored_form` returns their length.
     fingerprint : mapping, optional
-        Identifies the model and the geometry of the blocks; codecs that encrypt bind a block to it.
+        Identifies the model and the geometry of the blocks. A codec that encrypts binds blocks to it.
     num_blocks : int, optional
         Blocks that the tier holds, if it owns its space and starts empty.
     cache_policy : str or type

@@ -63,7 +63,7 @@ class Medium:
         return TierContents(self.num_blocks) if self.num_blocks else None
 
     def clear(self, generation: int) -> None:
-        """Forget every block for good, before `generation` begins; called again until it does not raise."""
+        """Forget every block for good, before `generation` begins. It is called again until it does not raise."""
 
     def has_space(self) -> npt.NDArray[np.bool_] | None:
         """Return per slot whether a store has found space there; None if all slots have space. Must not wait."""

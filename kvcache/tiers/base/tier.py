@@ -150,11 +150,10 @@ class Tier(Configurable, ABC):
     max_queued_blocks : int or None
         Blocks under way at most; a manager sends no more. None: no bound.
     cache_policy : str, type or None
-        The policy that selects its victims; None: unknown. If it keeps paths (``gittins``), a use that is too long for
-        one call of `touch` comes head first, else tail first.
+        The policy that selects its victims; None: unknown. If a use is too long for one call of `touch`, it is reported
+        head first to a policy that keeps paths (``gittins``), and tail first to others.
     uses_arbiter : bool
         Of the class: whether the option `arbiter` of an entry of ``tiers`` is on by default.
-
     wear : Wear or None
         The writes of a disk, and their budget; None: the medium does not wear.
 

@@ -1,7 +1,7 @@
-"""Wear: how many blocks a disk has been given to write, and how many more it may take today.
+"""Wear: counts the blocks written to a disk, and limits them to a daily budget.
 
-An SSD endures 0.3 to 3 writes of its capacity a day. The budget is a token bucket that grants a day's writes evenly and
-keeps at most one day's of them. It follows the machine's uptime, so a clock that is set neither grants nor takes any.
+An SSD endures 0.3 to 3 writes of its capacity a day. The budget is a token bucket: it grows evenly, and holds at most
+the writes of one day. It uses the machine's uptime, so setting the system clock does not change it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvcache.options import parse_size
 
 DAY_S = 86_400.0
 _WARRANTY_YEARS = 5
-"""An SSD endures its rated drive writes a day for so long."""
+"""An SSD endures its rated drive writes a day for this time."""
 _START_S = 60.0
-"""A new budget holds what this time grants."""
+"""A new budget holds the growth of this time."""
 _SPARE_S = 120.0
-"""A budget of at least this time's grants covers every block; the emptier it is, the more a block has to be worth."""
+"""A budget of at least the growth of this time covers every block; a smaller one only blocks of better classes."""
 _AHEAD_S = 300.0
-"""What this time grants may be spent before the next record is written; a kill loses it, and nothing is spent twice."""
+"""The growth of this time may be spent before the next record is written. A kill loses it, so none is spent twice."""
 _RECORD = struct.Struct("<8s4d8s")
 
 
@@ -43,7 +43,7 @@ def parse_endurance(name: str, value: object) -> float | str:
 
 
 def uptime_s() -> float:
-    """Return seconds since the machine's boot, suspended ones too."""
+    """Return the seconds since the machine's boot, including time in suspension."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -54,10 +54,10 @@ def _boot_id() -> bytes:
 
 
 class Wear:
-    """The writes of a disk of `num_blocks` blocks: those of the last day, and the budget of those to come.
+    """Writes of a disk of `num_blocks` blocks: those of the last day, and the budget for later ones.
 
-    Without `limit`, the budget is unlimited. If it `is_kept`, only what a record grants may be written, from the first
-    `keep` on. `clock` returns seconds that only grow. Any thread may call the methods.
+    Without a call of `limit`, the budget is unlimited. If it `is_kept` in a record on the disk, it may be spent only as
+    far as `keep` allows. `clock` is monotonic, in seconds. Any thread may call the methods.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Wear:
         self._lock = RLock()
         self._as_of_s = clock()
         self._num_left = 0.0
-        # What the last process left, and for how long there was none.
+        # The budget that the last process left, and the time since then in seconds.
         self._earlier: tuple[float, float] | None = None
-        # A record on the disk says that so many are left, so the budget goes no lower before the next record.
+        # The number of blocks in the last record. The budget must not fall below it before the next record.
         self._num_kept = math.inf if is_kept else 0.0
-        # Of about the last day: the blocks written, and the seconds that this covers.
+        # Blocks written in about the last day, and the seconds that this covers.
         self._num_written = 0.0
         self._observed_s = 0.0
 
@@ -100,7 +100,7 @@ class Wear:
         return math.isfinite(self.per_day)
 
     def spare(self) -> float:
-        """Return 0 if nothing may be written, 1 if all that comes may be, or a share between."""
+        """Return the share of offered blocks to write: 0 with an empty budget, 1 with an ample one."""
         return min(1.0, self.left() / (self.per_day * _SPARE_S / DAY_S)) if self.is_limited else 1.0
 
     def spend(self, num_blocks: int) -> None:
@@ -110,7 +110,7 @@ class Wear:
             self._num_written += num_blocks
 
     def stats(self) -> dict[str, Any]:
-        """Return the fields of `TierStats` on wear; 0 until a day was observed."""
+        """Return the fields of `TierStats` on wear. Rates are 0 until a day was observed."""
         with self._lock:
             self._advance()
             is_known = self._observed_s >= DAY_S * 0.999
@@ -121,7 +121,7 @@ class Wear:
             return {"drive_writes": drive_writes, "life_years": life_years, "left_blocks": left}
 
     def record(self, is_last: bool = False) -> tuple[bytes, float]:
-        """Return a record to be written to the disk, and the number for `keep` after that."""
+        """Return a record to write to the disk, and the number to pass to `keep` afterwards."""
         with self._lock:
             self._advance()
             ahead = self.per_day * _AHEAD_S / DAY_S if self.is_limited and not is_last else 0.0
@@ -130,7 +130,7 @@ class Wear:
             return body + zlib.crc32(body).to_bytes(4, "little"), num_kept
 
     def keep(self, num_kept: float) -> None:
-        """Allow the budget to be spent down to what a record says."""
+        """Allow the budget to be spent down to the number in the record that was written."""
         with self._lock:
             self._num_kept = num_kept
 
@@ -144,7 +144,7 @@ class Wear:
             return
         with self._lock:
             self._advance()
-            # After another boot nothing tells how long the engine was away, so that time grants nothing.
+            # After another boot, the time since the last process is unknown, and adds nothing to the budget.
             away_s = max(0.0, self._as_of_s - as_of_s) if boot_id == _boot_id() else 0.0
             self._num_written += num_written
             self._observed_s += observed_s
@@ -163,7 +163,7 @@ class Wear:
         self._as_of_s = now_s
         self._observed_s += elapsed_s
         if self._observed_s > DAY_S:
-            # Older writes fade.
+            # Older writes count less and less.
             self._num_written *= DAY_S / self._observed_s
             self._observed_s = DAY_S
         if self.is_limited:

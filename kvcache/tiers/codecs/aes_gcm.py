@@ -1,7 +1,7 @@
-"""aes_gcm: blocks that are encrypted and authenticated, for any tier; the keys never stand in the configuration.
+"""Codec aes_gcm: encrypts and authenticates the blocks of any tier. The configuration never contains the keys.
 
-Each block has a key of its own, which HKDF derives from a master key and the block's name. A nonce is random, and used
-under that key only, so engines, restarts and copies of a machine need no common counter. A code is the id of the master
+HKDF derives a key for each block from a master key and the block's name. Nonces are random, and each is used under one
+such key only, so engines, restarts and copies of a machine need no common counter. A code is the id of the master
 key, a nonce, the encrypted bytes and a tag. The tag covers the block's name, too, so a code that was moved to another
 name is refused.
 """
@@ -36,7 +36,7 @@ _LINE = re.compile(r"([A-Za-z0-9._-]{1,16})\s+([0-9a-fA-F]{64})")
 
 
 def _parse_key_file(name: str, value: object) -> str:
-    # The value may be a key by mistake, so no message shows it.
+    # The value may be a key by mistake, so the error does not show it.
     if not isinstance(value, str) or not Path(value).is_absolute() or "\0" in value:
         raise ValueError(f"{name} must be the absolute path of a file")
     return value
@@ -51,7 +51,7 @@ class AesGcmOptions(Options):
     key_file: str | None = option(
         _parse_key_file, None, when=f"the keys are in a file, not in the environment's `{KEYS_VARIABLE}`"
     )
-    codec: Component | None = option(parse_codec, None, when="blocks must be encoded by another codec before")
+    codec: Component | None = option(parse_codec, None, when="another codec must encode blocks first")
 
 
 class AesGcmCodec(Codec):
@@ -90,7 +90,7 @@ class AesGcmCodec(Codec):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        # Without the key's id: a block outlives the rotation of keys.
+        # The key's id is left out, so that blocks outlive a rotation of keys.
         own = {"codec": "aes_gcm"}
         return own if self._inner is None else {**own, "inner": self._inner.fingerprint}
 
@@ -126,7 +126,7 @@ class AesGcmCodec(Codec):
             self._inner.decode_named(name, plain, block)
 
     def _cipher(self, key_id: bytes, name: bytes) -> AESGCM:
-        """Return the cipher of one block."""
+        """Return the cipher of the block `name`."""
         return AESGCM(HKDF(SHA256(), _KEY_BYTES, salt=None, info=_INFO + name).derive(self._keys[key_id]))
 
 

@@ -1,4 +1,4 @@
-"""The base of codecs, under its public path; it lies in `kvcache.tiers.base.codec`."""
+"""The base of codecs, under a second path; it is defined in `kvcache.tiers.base.codec`."""
 
 from kvcache.tiers.base.codec import CannotEncodeError, Codec
 

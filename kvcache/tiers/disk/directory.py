@@ -46,7 +46,7 @@ _MARK_BYTES = 8
 _WEAR_OFFSET = _MARK_OFFSET + _MARK_BYTES
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
 _GET_FLAGS, _SET_FLAGS, _NO_COPY = 0x80086601, 0x40086602, 0x00800000
-"""Of Linux: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_NOCOW_FL."""
+"""FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_NOCOW_FL of Linux."""
 # A link is refused, and opening a pipe must not wait.
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -172,7 +172,7 @@ def _is_ours(path: str | os.PathLike[str], names: set[str], folder_fd: int | Non
 
 
 def _no_tier(path: str | os.PathLike[str], names: set[str]) -> str:
-    """Return an error message about a folder with these names, which a tier may not take."""
+    """Return an error message about a folder with these names, which a tier must not use."""
     foreign = ", ".join(sorted(names - _OURS or names)[:5])
     lack = "it also holds" if HEADER in names else f"it has no {HEADER}{', but' if foreign else ''}"
     way_out = ": choose a folder below it" if foreign else ""
@@ -231,7 +231,7 @@ class TierDirectory:
                     try:
                         _sign(self._lock_fd)
                     except OSError as error:
-                        # A full btrfs takes no byte, also in place. The name of an earlier writer does no harm.
+                        # A full btrfs accepts no write, not even in place. The name of an earlier writer is harmless.
                         if error.errno not in NO_ROOM or not os.pread(self._lock_fd, _MARK_OFFSET, 0):
                             raise
                 self.header = self._open(header)
@@ -266,16 +266,16 @@ class TierDirectory:
             os.ftruncate(fd, num_bytes)
 
     def allocate(self) -> bool:
-        """Reserve the disk space of all slots; return whether the file system can. No room is a TierDirectoryError."""
+        """Reserve the disk space of all slots; return whether the file system can. TierDirectoryError: no room."""
         libc = ctypes.CDLL(None, use_errno=True)
         with ExitStack() as files:
             missing: list[tuple[int, str, int, int]] = []
             for name, num_bytes in self.header.file_bytes().items():
                 fd = files.enter_context(closing_fd(self.open_file(name, os.O_RDWR)))
-                # XFS asks for all blocks of a file again, so on a full disk a file that has them needs no call.
+                # XFS requires free space for all blocks again, so a file that has its blocks is skipped.
                 if num_missing := _missing_bytes(fd, num_bytes):
                     missing.append((fd, name, num_bytes, num_missing))
-            # Checked first, because an allocation that fails half-way would leave the disk full.
+            # Check first: an allocation that fails half-way would leave the disk full.
             disk, needed = os.statvfs(self._fd), sum(num_missing for *_, num_missing in missing)
             free = disk.f_bavail * disk.f_frsize
             if needed > free:
@@ -485,7 +485,7 @@ class TierDirectory:
 
 
 def _write_in_place(fd: int) -> None:
-    """Let btrfs write an empty file in place: a full disk has no other place. Our own checksums replace its own."""
+    """Make btrfs write an empty file in place: a full disk has no other place. Our checksums replace those of btrfs."""
     flags = bytearray(8)
     with suppress(OSError):
         fcntl.ioctl(fd, _GET_FLAGS, flags)
@@ -493,7 +493,7 @@ def _write_in_place(fd: int) -> None:
 
 
 def _missing_bytes(fd: int, num_bytes: int) -> int:
-    """Return how many of the first bytes of a file have no blocks; a compressed file may have fewer, and no hole."""
+    """Return how many of the first bytes of a file have no blocks; 0 without holes: compression saves blocks, too."""
     status = os.fstat(fd)
     missing = num_bytes - status.st_blocks * 512
     has_hole = not status.st_size or os.lseek(fd, 0, os.SEEK_HOLE) < num_bytes

@@ -5,8 +5,8 @@ blocks that were stored between two resets. Its seed, a digest of format, block 
 goes into each record's seal and each block's checksum, so bytes of another model, another directory or an earlier
 generation do not verify.
 
-The field ``weights`` of the fingerprint is that of the blocks, not of the configuration: a reset replaces it. A
-directory whose weights were named or are private is opened for other weights with another generation.
+The field ``weights`` of the fingerprint describes the blocks, not the configuration: a reset replaces it. If a version
+names the weights, or they are private, a start with other weights opens the directory under a new generation.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Header:
     def check_same(self, expected: Header, path: Path) -> None:
         """Raise a TierDirectoryError unless this header of `path` has the blocks of the header `expected`.
 
-        Weights may differ if they were named or are private: see `has_weights_of`.
+        Weights may differ if a version names them or they are private: see `has_weights_of`.
         """
         kinds = {Epoch.of(header.fingerprint).kind for header in (self, expected)}
         compare = dict if kinds == {EpochKind.FINGERPRINT} else without_weights
@@ -134,7 +134,7 @@ class Header:
         return cls(block_bytes, num_slots, 1, _new_salt(), fingerprint)
 
     def after_reset(self, fingerprint: dict[str, Any]) -> Header:
-        """Return the header under which nothing counts that counts now; `fingerprint` may have other weights."""
+        """Return a header that makes all present records invalid; `fingerprint` may have other weights."""
         return replace(self, epoch=self.epoch % _MAX_EPOCH + 1, salt=_new_salt(), fingerprint=fingerprint)
 
     def file_bytes(self) -> dict[str, int]:

@@ -67,7 +67,7 @@ _PLACEHOLDERS = ("{dp_rank}", "{rank}")
 def _parse_path(name: str, value: object) -> str:
     path = parse_text(name, value)
     for placeholder in re.findall(r"[{][^{}/]*[}]", path):
-        # An engine's node pool has replaced {model} before the tier is made.
+        # {model} is valid with a node's pool only, which replaces it before the tier is made.
         if placeholder not in (*_PLACEHOLDERS, "{model}"):
             known = " and ".join(_PLACEHOLDERS)
             raise ValueError(f"{name} has the unknown placeholder {placeholder}; known ones: {known}, got {path!r}")
@@ -91,7 +91,7 @@ class DiskOptions(Options):
         parse_threads, 4, when="`kvcache bench disk` is faster with another number", rare=True
     )
     flush_interval_s: float = option(
-        parse_duration, 1.0, when="a loss of power may cost more, or less, than the last second", rare=True
+        parse_duration, 1.0, when="a loss of power may cost more, or must cost less, than a second", rare=True
     )
     max_queued_blocks: int = option(
         parse_count, 65536, when="more, or fewer, blocks may be under way at a time", rare=True
@@ -107,7 +107,7 @@ class DiskOptions(Options):
         rare=True,
     )
     open_timeout_s: float = option(
-        parse_duration, 10.0, when="the engine's start must wait longer, or shorter, for the directory", rare=True
+        parse_duration, 10.0, when="the engine's start should wait longer, or less long, for the directory", rare=True
     )
     codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
@@ -217,7 +217,7 @@ class DiskTier(JobTier):
 
     @staticmethod
     def missing_bytes(path: Path, capacity_bytes: int) -> int | None:
-        """Return the bytes that a tier of `capacity_bytes` still lacks at `path`; None: there is no tier."""
+        """Return the bytes that a tier of `capacity_bytes` still lacks at `path`, or None without a tier there."""
         try:
             with closing(TierDirectory(path, None, read_only=True)) as directory:
                 header = directory.header
@@ -276,7 +276,7 @@ class DiskTier(JobTier):
         return None
 
     def clear(self, generation: int) -> None:
-        """Begin another generation, durably, of the weights of the reset; a directory that is only read stays as is."""
+        """Begin a new generation with the reset's weights, durably. A read-only directory does not change."""
         store = self._opened()
         header = store.directory.header
         if not self._is_read_only:
