@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from disks import SCALE, Disk, payload
 
+from kvcache.epoch import Epoch
+
 NUM_RECORDINGS = max(1, round(4 * SCALE))
 NUM_STATES = 60
 BLOCK_BYTES = 4096
@@ -27,7 +29,9 @@ def key_of(number):
 
 
 def open_disk(path, num_blocks=NUM_BLOCKS):
-    return Disk(path, num_blocks, BLOCK_BYTES, NUM_BLOCKS, num_threads=2, flush_interval_s=1000, preallocate=False)
+    # A later start finds the blocks of a reset by their version only.
+    options = {"fingerprint": Epoch.of_version("v1").of_fingerprint({}), "preallocate": False}
+    return Disk(path, num_blocks, BLOCK_BYTES, NUM_BLOCKS, num_threads=2, flush_interval_s=1000, **options)
 
 
 class Recorder:
@@ -223,7 +227,7 @@ class Workload:
     def reset(self):
         self.stored, self.durable = {}, {}
         self.say()
-        self.disk.tier.reset()
+        self.disk.tier.reset("v1")
         # From here on, a killed process leaves no blocks. A power cut may leave some until the tier reports the reset.
         self.promise({}, {}, self.generation, is_reset=True)
         self.disk.wait_available()
