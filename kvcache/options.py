@@ -293,7 +293,7 @@ class Configurable:
 
     @classmethod
     def doubt(cls, options: Any) -> str:
-        """Return what may fail later in an instance that can be opened now, or ""; as for `unavailable_reason`.
+        """Return a warning about an instance that opens now but may fail later, or ""; as for `unavailable_reason`.
 
         Parameters
         ----------
@@ -365,7 +365,7 @@ class Component:
         return reason
 
     def doubt(self) -> str:
-        """Return what may fail later, or ""."""
+        """Return a warning about a later failure, or ""."""
         doubt: str = self.cls.doubt(self.options)
         return doubt
 

@@ -69,7 +69,7 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
 
 
 def block_ids_of(spec: LoadStoreSpec) -> Int64Array:
-    """Return the block ids of the spec of a pool in host memory."""
+    """Return the block ids of a spec of host memory."""
     return cast("BlockIDsLoadStoreSpec", spec).block_ids
 
 

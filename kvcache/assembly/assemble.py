@@ -214,7 +214,7 @@ class OffloadSettings(Options):
         parse_text, None, when="you want the calls of this engine in a file, for `kvcache rerun`"
     )
     tiers: tuple[TierSettings, ...] = option(
-        _parse_tiers, (), when="blocks are to outlive host memory, the process or the machine"
+        _parse_tiers, (), when="blocks should outlive host memory, the process or the machine"
     )
     weights_version: str | int | None = option(parse_version, None, when=_WEIGHTS_VERSION)
     lookup_deadline_s: float = option(
@@ -230,10 +230,10 @@ class OffloadSettings(Options):
         parse_count, 64_000, when="`store_threshold` must remember more keys that were offered", rare=True
     )
     retention_share: float = option(
-        parse_share, 0.5, when="hints may raise the priority of more, or fewer, of all blocks", rare=True
+        parse_share, 0.5, when="hints may raise the priority of more, or fewer, blocks", rare=True
     )
     num_copy_threads: int | None = option(
-        parse_threads, None, when="copies without an accelerator are to use more or fewer threads", rare=True
+        parse_threads, None, when="copies without an accelerator should use more or fewer threads", rare=True
     )
     time_calls: bool = option(
         parse_flag, True, when="histograms of calls and of block ages are not worth their cost", rare=True

@@ -114,9 +114,9 @@ class SpecOptions(Options):
 
     where: ClassVar[str] = "extra_config"
 
-    spec_name: str | type = option(_parse_spec, "cpu", when="there are `tiers`: `tiering`; or the spec is your own")
+    spec_name: str | type = option(_parse_spec, "cpu", when="`tiers` are set: `tiering`; or the spec is your own")
     block_size: int | None = option(
-        parse_count, None, when="longer copies are worth prefixes that are found less finely: tokens of a block"
+        parse_count, None, when="larger blocks are better, for longer copies and coarser hits: their tokens"
     )
     offload_prompt_only: bool = option(parse_flag, True, when="generated tokens are used again, too")
 

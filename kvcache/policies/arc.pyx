@@ -81,7 +81,7 @@ cdef class ARCCachePolicy(PolicyAdapter):
         for i in range(n - 1, -1, -1):
             row = rows[i]
             if row != 0:
-                # The first use of a block that is being written is its store: it has been seen once.
+                # The first use of a block that is being written is its store, so it counts as seen once.
                 is_new = self.table.rows[row].list_idx == T1 and ref_of(self.table, row) < 0
                 move_to_tail(self.table, row, T1 if is_new else T2)
                 continue

@@ -38,7 +38,7 @@ MAX_FRAME_BYTES = 1 << 25
 _MAX_SHORT_BYTES = 1 << 20  # of a frame of several records: four times what writers put into one
 _MAX_FRAME_RATIO = 4  # of a longer frame, whose one record holds mostly hashes
 _FREE_MEMORY_BYTES, _MEMORY_RATIO = 1 << 26, 128
-"""Memory that the calls of a recording may take, and how much more for each of its bytes; 30 is usual."""
+"""Memory that the calls of a recording may take: a fixed part, and bytes for each byte of the file (30 are usual)."""
 _CALL_BYTES, _KEY_BYTES = 200, 100  # of memory, in a reader that keeps all calls as requests
 _FREE_RAW_BYTES, _MAX_RATIO = 1 << 24, 64
 _HEAD_BYTES = 16  # of a frame, before its records

@@ -35,7 +35,7 @@ class CodecContract(ABC):
         Returns
         -------
         Codec
-            For blocks of this size.
+            A codec for blocks of this size.
         """
 
     def blocks(self) -> list[bytes]:
@@ -88,7 +88,7 @@ class CodecContract(ABC):
             assert list(threads.map(there_and_back, blocks)) == expected, "threads disturb each other"
 
     def test_foreign_code_raises(self) -> None:
-        """Of a code that is not one, ValueError is raised or a block is returned; no other error."""
+        """Decoding arbitrary bytes raises ValueError or returns a block; it raises no other error."""
         codec = self.make_codec(self.block_bytes)
         for code in (b"", b"\0", b"no code of this codec"):
             try:

@@ -230,10 +230,10 @@ class TierContract(ABC):
             bench.store(_keys(3))
         with _Bench(self, tmp_path, 16) as bench:
             bench.wait_until_available()
-            # The reset had no version, so the weights of this start are others than those of its last blocks.
+            # The reset had no version, so the last blocks are private, and this start has other weights.
             _expect("blocks of a reset found after a restart", bench.found(_keys(3)), 0)
             if self.is_bounded:
-                # A store that engines share still has those of the engines that were not reset.
+                # A shared store still has the blocks of the fingerprint, for engines that were not reset.
                 _expect("blocks found after a reset and a restart", bench.found(_keys(0, 1, 2)), 0)
 
     def test_shutdown_may_come_twice(self, tmp_path: Path) -> None:

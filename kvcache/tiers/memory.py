@@ -25,7 +25,7 @@ class MemoryOptions(Options):
 
     capacity: int = option(parse_size, when="always: bytes of memory at most")
     cache_policy: str | type = option(parse_policy, "lru", when="another policy hits more in a tier of this size")
-    num_threads: int = option(parse_threads, 2, when="copies are to use more, or fewer, threads", rare=True)
+    num_threads: int = option(parse_threads, 2, when="copies should use more, or fewer, threads", rare=True)
     codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
 

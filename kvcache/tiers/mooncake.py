@@ -105,7 +105,7 @@ class MooncakeOptions(Options):
         parse_text, None, when="other nodes reach this one under another address than the master does", rare=True
     )
     tenant: str = option(parse_text, "default", when="the master itself separates tenants", rare=True)
-    num_threads: int = option(parse_threads, 2, when="checksums are to use more threads", rare=True)
+    num_threads: int = option(parse_threads, 2, when="checksums should use more threads", rare=True)
     max_queued_bytes: int = option(
         parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", rare=True
     )

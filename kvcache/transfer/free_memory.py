@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def memory_left(folder: Path | None = None) -> tuple[int, str] | None:
-    """Return the bytes that this process may still allocate, and the name of the limit; None if all are unknown.
+    """Return the bytes that this process may still allocate, and the name of the limit; None if no limit is known.
 
     `folder` is the folder of the shared-memory file.
     """

@@ -36,7 +36,7 @@ class KVEventOptions(Options):
     where: ClassVar[str] = "exporter 'kv_events'"
 
     endpoint: str = option(parse_text, "tcp://127.0.0.1:5557", when="routers subscribe to another address or port")
-    replay_endpoint: str | None = option(parse_text, None, when="routers are to ask for missed messages")
+    replay_endpoint: str | None = option(parse_text, None, when="routers should be able to ask for missed messages")
     topic: str = option(parse_text, DEFAULT_TOPIC, when="routers subscribe to another topic")
     model: str = option(parse_text, "", when="routers, such as llm-d, read the model's name from the topic")
     spec_kinds: tuple[str, ...] = option(

@@ -70,7 +70,7 @@ def measure_tier(
     words[:] = np.random.default_rng(0).integers(0x3C00, 0x4000, len(words), np.uint16)
     # A separate namespace, so that the run neither finds nor removes the blocks of engines.
     tier = settings.make(host_blocks, {"bench": secrets.token_hex(8)})
-    # A reset deletes the blocks of the reset before: those of the fingerprint might be of other engines.
+    # Reset first: a later reset deletes private blocks only, because blocks of the fingerprint may be other engines'.
     _clear(tier)
     plain = plain_client(entry, host_blocks)
     times: dict[str, list[float]] = {name: [] for name in ("store", "load", "plain store", "plain load", "exists")}

@@ -35,7 +35,7 @@ def disk(
     free_bytes = disk_usage(folder).free
     if num_blocks * num_bytes > free_bytes:
         raise ValueError(f"--size must fit into the {format_size(free_bytes)} free in {folder}, got {size!r}")
-    # The target is checked before the disk is written for minutes.
+    # Check the target first: the disk is written for minutes.
     common.check_writable("--json", json)
     with common.Bar("disk", "blocks", quiet, total=2 * num_blocks) as bar:
 

@@ -45,7 +45,7 @@ def tier(
     if num_blocks < 1:
         raise ValueError(f"--size must hold at least one block of {num_bytes} bytes, got {size!r}")
     common.at_least("--rounds", rounds, 1)
-    # The target is checked before the store is measured for minutes.
+    # Check the target first: the store is measured for minutes.
     common.check_writable("--json", json)
     console = common.console(json)
     with common.Bar("tier", "rounds", quiet, total=rounds) as bar:

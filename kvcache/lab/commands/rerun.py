@@ -39,7 +39,7 @@ def rerun(
     from kvcache.lab.rerun.recorded import replay_recording
     from kvcache.recorder.format import Recording
 
-    # First, because a missing file is no recording either, and its own error says more.
+    # Check first whether the file exists: its own error is clearer than "not a recording".
     if not file.exists():
         raise ValueError(f"{file} cannot be read: the file does not exist")
     if not is_recording(file):

@@ -71,7 +71,7 @@ def run(
 
     started = monotonic()
     with ExitStack() as open_now:
-        # Before the pool is mapped: mapped memory that is missing ends the process when it is written.
+        # Check before the pool is mapped: if the memory is missing, a write to the mapping kills the process.
         if settings.data or settings.tier is not None:
             _check_memory(settings)
         payload = None

@@ -35,7 +35,7 @@ def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
         name = (match["name"] or f"tier {number}").strip()
         if name in [tier.name for tier in tiers]:
             raise ValueError(f"--tier {name!r} is named twice")
-        # Rules with a value are taken out first, so that what is left must be a known word.
+        # Remove rules with a value first: each of the others must be a known word.
         rules = [rule.strip() for rule in match["rules"].split(",")[1:]]
         own = [rule.removeprefix(_POLICY) for rule in rules if rule.startswith(_POLICY)]
         rules = [rule for rule in rules if not rule.startswith(_POLICY)]

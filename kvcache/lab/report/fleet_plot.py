@@ -25,7 +25,7 @@ def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, targe
             axes.xaxis.set_minor_locator(NullLocator())
             axes.set_xlabel("engines")
         else:
-            # A line over one number of engines is a point at the edge; each router has a place of its own instead.
+            # With one number of engines, a line would be a point at the edge, so give each router its own place.
             axes.set_xticks(range(len(routers)), [router.replace("_", " ") for router in routers])
             axes.set_xlim(-0.6, len(routers) - 0.4)
             axes.set_xlabel(f"{ticks[0]:,} engines, by router")

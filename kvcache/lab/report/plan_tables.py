@@ -223,7 +223,7 @@ def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int,
     media = result.media
     lines: list[tuple[str, ...]] = []
     flows: list[tuple[str, ...]] = []
-    # By what is bought: policies over the same media stand one below the other.
+    # Sort by media, so that policies over the same media are next to each other.
     for cell in sorted(cells, key=lambda cell: (cell.num_blocks or 0, len(cell.tiers), cell.tiers)):
         serving = cell.serving or {}
         served = serving.get("media", [])

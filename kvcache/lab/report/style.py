@@ -32,7 +32,7 @@ def style_of(index: int, label: str) -> dict[str, Any]:
     policy = label.partition(" ")[0]
     if policy not in POLICY_COLOURS:
         return {"color": _OTHER_COLOURS[index % len(_OTHER_COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
-    # Two lines of one policy, over different tiers, differ by their marker, and none has that of a policy alone.
+    # Lines of one policy over different tiers differ by their marker, which no policy without tiers has.
     marker = list(POLICY_COLOURS).index(policy) if label == policy else len(POLICY_COLOURS) + index
     return {"color": POLICY_COLOURS[policy], "marker": MARKERS[marker % len(MARKERS)]}
 

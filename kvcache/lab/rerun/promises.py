@@ -48,7 +48,7 @@ class Promises:
         blocks, keys = self._blocks, call.keys
         if isinstance(answer, Raised):
             return ""
-        # Each case compares before it changes the state: a wrong answer must not become the expectation.
+        # Each case compares before it changes the state, so that a wrong answer does not become the expectation.
         match call.op:
             case Op.RESET_CACHE:
                 blocks.clear()

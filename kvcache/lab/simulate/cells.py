@@ -48,10 +48,10 @@ class Job:
 class Plan:
     """How every job of a grid is replayed.
 
-    Each listed id becomes `split` keys. `num_shards` parts of a sample are replayed apart to estimate the error.
-    `rules` holds for each tier its write policy, whether an arbiter limits loads, which needs `serving` with a rate of
-    prefill, and its own policy; empty is write-through without an arbiter, and lru. `groups` are those of a hybrid
-    model; None: one group.
+    Each listed id becomes `split` keys. `num_shards` parts of a sample are replayed separately to estimate the error.
+    `rules` has for each tier its write policy, whether an arbiter limits loads (this needs `serving` with a prefill
+    rate), its cache policy and its endurance; empty: write-through, no arbiter, lru and no budget. `groups` are those
+    of a hybrid model; None: one group.
     """
 
     split: int = 1
@@ -184,7 +184,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
     needs_flow = plan.serving is not None and trace.rate == 1
     # Cumulative, per request: hits, blocks stored, and for each tier blocks loaded and stored.
     counts = np.zeros((len(trace) + 1 if needs_flow else 1, 3 + 2 * len(below)), dtype=np.int64)
-    # In a sample, requests without sampled blocks are passed over.
+    # In a sample, skip requests without sampled blocks.
     steps = trace.filled() if trace.rate < 1 else ((1, request) for request in trace)
     done, number, tally = 0, 0, replay.tally
     for gap, request, keys in make_keys.keyed(steps):
@@ -268,7 +268,7 @@ def _estimated(cell: Cell, trace: CompactTrace, split: int) -> Cell:
         expected = whole * trace.rate
         return min(max((hits + expected - sampled) / expected, 0.0), 1.0) if expected else 0.0
 
-    # The sample knows its own uses only; the counts of the whole trace were kept when it was drawn.
+    # A sample has only its own uses; the counts of the whole trace were recorded when it was drawn.
     blocks, tokens = trace.num_blocks * split, trace.num_tokens
     block_rate = share(cell.hit_blocks, cell.blocks, blocks)
     token_rate = share(cell.hit_tokens, cell.tokens, tokens)

@@ -12,7 +12,7 @@ TierRule: TypeAlias = tuple[str, bool, str, float | str | None]
 
 @dataclass(frozen=True, slots=True)
 class TierChoice:
-    """One simulated tier: its name, the capacities to try, its rate, how a manager uses it, its policy, endurance."""
+    """One simulated tier: name, capacities to try, rate, write policy, arbiter, cache policy and endurance."""
 
     name: str
     capacities_bytes: tuple[int, ...]
@@ -24,7 +24,7 @@ class TierChoice:
 
     @property
     def rule(self) -> TierRule:
-        """How the manager uses it, its policy, and its endurance."""
+        """Its write policy, arbiter, cache policy and endurance."""
         return self.write_policy, self.arbiter, self.cache_policy, self.endurance
 
 

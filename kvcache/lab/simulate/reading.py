@@ -41,8 +41,8 @@ def doubts(
 ) -> list[str]:
     """Return lines about a trace's times: how many were sorted or missing, and why their unit is doubtful.
 
-    `num_untimed` records had no time; `missed_share` of the tokens miss in a cache without limit. `work`: the prefill
-    of a token in seconds, and engines.
+    `num_untimed` records had no time; `missed_share` of the tokens miss in a cache without limit. `work` is the time to
+    prefill a token in seconds, and the number of engines.
     """
     lines = []
     if compact.num_late:

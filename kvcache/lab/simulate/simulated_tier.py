@@ -107,10 +107,11 @@ class SimulatedTier(Tier):
 class SimulatedTieredManager(TieredOffloadingManager):
     """Host memory over simulated tiers, for a replay: it waits instead of answering None, and no time passes.
 
-    `cache_policy` is that of host memory, and `tier_policy` of every tier; `clock` is the trace's own time in seconds.
-    For an arbiter, `block_s` are the seconds that each tier takes to load a block, and `host_block_s` those from host
-    memory to the device. `rules` holds for each tier its write policy, whether an arbiter limits its loads, its own
-    policy, and its `endurance`: `wear_blocks` are the blocks of the whole medium, `block_bytes` their size.
+    `cache_policy` is that of host memory; `clock` is the trace's own time in seconds. For an arbiter, `block_s` is the
+    time in seconds that each tier takes to load a block, and `host_block_s` that from host memory to the device.
+    `rules` has for each tier its write policy, whether an arbiter limits its loads, its cache policy and its
+    endurance (default: write-through, no arbiter, `tier_policy`, no budget). For endurance, the whole medium has
+    `wear_blocks` blocks of `block_bytes`.
     """
 
     def __init__(

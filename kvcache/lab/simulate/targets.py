@@ -48,7 +48,7 @@ def recommend(result: Result, targets: dict[str, float]) -> dict[str, Any]:
 
     It is the cheapest cell that reaches them; without prices, the one with the least memory, and then the smallest
     tiers. If no cell reaches them, it is the one whose worst figure exceeds its target by the smallest factor. Of equal
-    ones, it is the one with the shortest mean time to first token, and then with the most hits.
+    cells, it is the one with the shortest mean time to first token, and then with the most hits.
     """
     rated: list[tuple[Any, ...]] = []
     for cell in result.cells:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _ARRAYS = {"ids": "<i8", "bounds": "<i8", "input_lengths": "<i8", "arrivals_s": "<f8", "output_lengths": "<i8"}
 _FACTS = ("block_size", "rate", "all_blocks", "all_tokens", "digest", "num_late")
 _PIECE_IDS = 1 << 18
-# A run of a sort: 64 MiB of ids, and as much again for their places.
+# The ids of a run of the merge sort: 64 MiB, and as much again for their places.
 _RUN_IDS = 1 << 23
 # Memory per id while its next use is searched, including the growth of the table.
 _ID_BYTES = 96

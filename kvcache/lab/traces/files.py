@@ -52,7 +52,7 @@ class _ZstdFrames(io.RawIOBase):
     def __init__(self, packed: BinaryIO, library: Any) -> None:
         super().__init__()
         self._packed = packed
-        # `zstd --long=31` writes windows of 2 GiB.
+        # The largest window of `zstd --long=31` is 2 GiB.
         self._unpacker = library.ZstdDecompressor(max_window_size=1 << 31)
         self._broken = library.ZstdError
         self._frame: Any = None

@@ -50,9 +50,9 @@ Tokenize = Callable[[Any], Iterable[int]]
 
 @dataclass(slots=True)
 class MadeTrace:
-    """What `make_trace` has written.
+    """The result of `make_trace`.
 
-    `late_requests` stood behind later ones and were sorted. `expanded_records` hold a conversation of several answers,
+    `late_requests` were out of order and were sorted. `expanded_records` hold a conversation of several answers,
     each of which became a request. `doubts` are lines about the times.
     """
 
@@ -219,7 +219,7 @@ class _Reader:
                 return [Access(access, self._block_size, 0, _time(record, self._unit or "s"))]
         else:
             record, self._is_first = parse_object(record, self._is_first), False
-        # Counts and deltas come first: their records may hold a prompt's text, too, which is not all of the prompt.
+        # Check for counts and deltas first: their records may also have text, which is not the whole prompt.
         conversation, count = _first(record, CONVERSATIONS), _first(record, COUNTS)
         if ("delay" in record or "session_id" in record) and "input_length" in record:
             return [self._delta(record)]
@@ -260,7 +260,7 @@ class _Reader:
     def _asked(self, chat: list[dict[str, Any]]) -> list[int]:
         """Return the ends of the prompts in a chat: before each answer, if the chat ends with one.
 
-        In a log of requests with their answers, earlier answers have lines of their own.
+        If an earlier record is the beginning of the chat, its answers have had their requests already.
         """
         if chat[-1].get("role") != "assistant":
             return [len(chat)]
@@ -296,7 +296,7 @@ class _Reader:
             raise BadRecord(f"text needs a tokenizer (--tokenizer NAME), got {shown(prompt)}")
         try:
             return list(self._tokenize(prompt))
-        except Exception as error:  # of a template, of which anything may come
+        except Exception as error:  # a chat template may raise anything
             raise BadRecord(f"the tokenizer refuses {shown(prompt)}: {error}") from error
 
 
@@ -305,7 +305,7 @@ def _names(record: Mapping[str, Any]) -> str:
 
 
 def _messages(value: Any) -> list[dict[str, Any]] | None:
-    """Return a list of chat messages, which an export may hold as JSON text; None if the value is something else."""
+    """Return a list of chat messages, also from JSON text in an export; None if the value is something else."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             value = json.loads(value)

@@ -57,7 +57,7 @@ class RecordedTrace(TraceFile):
 
 
 class _Recorded:
-    """The recorded keys and positions of one request; `keys`, in one string, once it has ended."""
+    """The recorded keys and positions of one request; after its end, only `keys`, in one byte string."""
 
     __slots__ = ("arrival_s", "keys", "named", "positions")
 
@@ -68,7 +68,7 @@ class _Recorded:
         self.positions: dict[bytes, int] = {}
 
     def end(self) -> None:
-        """Keep the keys alone, in their order: a request of one key takes a third of the memory then."""
+        """Keep only the keys, in order: this takes a third of the memory for a request of one key."""
         keys: list[bytes] = list(dict.fromkeys([*self.named, *self.positions]))
         keys.sort(key=lambda key: self.positions.get(key, 1 << 62))
         self.keys = b"".join(keys)

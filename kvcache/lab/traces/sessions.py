@@ -178,7 +178,7 @@ class SessionTrace(TraceFile):
 
 
 def is_session(head: bytes) -> bool:
-    """Return whether a file with these first bytes holds sessions: objects with requests in blocks of some size."""
+    """Return whether a file with these first bytes has sessions: objects with ``requests`` and a ``block_size``."""
     before, _, behind = head.partition(b'"requests"')
     is_object = head.lstrip()[:1] == b"{" and b'"hash_ids"' not in before
     return is_object and bool(behind) and (b'"hash_ids"' in behind or b'"block_size"' in head)

@@ -73,7 +73,7 @@ def open_trace(
         return SessionTrace(path, users, seed, skip_bad)
     opened = open_lines(path)
     try:
-        # Standard input can be read once, so its first bytes are looked at and stay in the buffer.
+        # Standard input can be read only once, so peek at its first bytes, which stay in the buffer.
         if is_session(opened[1].peek(_PEEKED_BYTES)):  # type: ignore[attr-defined]
             return SessionTrace(path, users, seed, skip_bad, opened)
     except (OSError, EOFError, zlib.error):
@@ -195,7 +195,7 @@ def parse_object(line: bytes, is_first: bool) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         record = line.strip().decode("utf-8", "replace")
         text, known = f"not JSON ({error}): {shown(record)}", describe_text(record)
-    # Skipping bad lines would hide that no line is a good one.
+    # If bad lines were skipped here, a file without any good line would seem empty.
     if known and is_first:
         raise TraceError(known)
     if text:

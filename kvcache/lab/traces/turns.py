@@ -1,4 +1,4 @@
-"""Requests of conversations whose records hold less than a prompt: the new tokens of a turn, or counts alone."""
+"""Requests of conversations whose records lack the whole prompt: the new tokens of a turn, or counts only."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class _Session:
 
 
 class DeltaSessions:
-    """Sessions of AIPerf and Dynamo: each line holds the new tokens of a turn, behind all earlier prompts and answers.
+    """Sessions of AIPerf and Dynamo: each line has the new tokens of a turn, after all earlier prompts and answers.
 
-    The content of an answer is unknown, and no other session has it. Answers take no time: a turn follows the one
-    before it by its ``delay``.
+    The content of an answer is unknown, and treated as unique to its session. Answers take no time: a turn follows the
+    previous one after its ``delay``.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -73,7 +73,7 @@ class DeltaSessions:
         length, answer = int(record["input_length"]), int(record.get("output_length") or 0)
         blocks = np.array(hash_ids, dtype=np.int64)[:, None] * listed + np.arange(listed)
         tokens = blocks.ravel()[:length]
-        # The answer, and tokens of which no id is known, are the session's own.
+        # The answer, and tokens without a known id, are unique to the session.
         own = seed_of(name, str(session.num_turns)) + np.arange(length - len(tokens) + answer)
         session.add(np.concatenate((tokens, own[: length - len(tokens)])), self._block_size)
         session.time = session.time if time is None else time
@@ -83,13 +83,13 @@ class DeltaSessions:
         return request
 
     def follows(self, record: Mapping[str, Any], delay_s: float) -> float | None:
-        """Return the arrival of a turn without a time: so long after the turn before it, None for a first turn."""
+        """Return the arrival of a turn without a time: `delay_s` after the previous turn, or None for a first turn."""
         session = self._sessions.get(str(record.get("session_id")))
         return None if session is None or session.time is None else session.time + delay_s
 
 
 class CountedConversations:
-    """Conversations of which only token counts are known: each prompt begins with the one before it.
+    """Conversations with token counts only: each prompt begins with the previous one.
 
     The first `shared_tokens` of all prompts are the same.
     """
@@ -127,7 +127,7 @@ def count_of(value: Any, name: str) -> int:
 
 
 def seed_of(*names: str) -> int:
-    """Return a number far from all others, in 0..2**62-1: names of tokens or blocks that these names alone have."""
+    """Return a number in 0..2**62-1 from which ids of tokens or blocks count, far from those of other names."""
     digest = hashlib.blake2b("\0".join(names).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 

@@ -111,7 +111,7 @@ cdef class AgedGroups:
             group = self.groups_fresh
             self.groups_fresh += 1
             self.groups[group].serial = 0
-        # Groups of one tick and class age together, so one cohort moves between cells in place of all of them.
+        # Groups of one tick and class age together, so one cohort moves between cells instead of each group.
         if cohort == 0 or self.cohorts[cohort].t0 != self.now:
             cohort = _make_cohort(self, cls)
         made = &self.groups[group]

@@ -447,7 +447,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef bint is_whole, is_move = self.stores_all and self._state_of(names).era != self.era
         cdef MadeGroup[CLASSES_PER_HINT] made
         num_victims[0] = 0
-        # Without a tier below, a block behind a declined one could never be hit.
+        # Without a tier, a block behind a declined one cannot be hit.
         if not self.stores_all:
             n = self._without_holes(names, places, n)
         length = <int32_t> (names.num_positions if names.num_positions else num_offered)

@@ -115,7 +115,7 @@ cdef void _work_out(ValueTable values) noexcept nogil:
     cdef int64_t[NUM_BINS] num_sur
     memset(num_hit, 0, sizeof(num_hit))
     memset(num_sur, 0, sizeof(num_sur))
-    # Old traffic counts for less: the share of a sample halves each time that the counts fill up.
+    # Old traffic counts less: the counts are halved each time they are full.
     if values.total >= HALVING_TOTAL:
         values.total = 0
         for cell in range(NUM_CELLS):
@@ -151,7 +151,7 @@ cdef void _value_class(ValueTable values, int cls) noexcept nogil:
         num_hit += hit[b]
     expected >>= 16
     factor = ((num_hit << 16) + 1024 * <int64_t> (65536 if is_again else 32768)) // (expected + 1024)
-    # From the oldest bin down: a bin is joined with older ones as long as waiting for them raises its uses per time.
+    # From the oldest bin to the newest: join a bin with older ones while waiting for them raises the uses per time.
     for b in range(NUM_BINS - 1, -1, -1):
         guess = min(MOST_CHANCE, (factor * values.chances[b]) >> 16)
         h = min(MOST_CHANCE, ((hit[b] << 16) + weight * guess) // (hit[b] + sur[b] + weight))

@@ -103,7 +103,7 @@ class DiskOptions(Options):
     page_cache: bool | None = option(
         parse_flag,
         None,
-        when="free memory of the host is to serve recent blocks, or must not (SGLang and LMCache: true by default)",
+        when="free host memory should cache recent blocks, or must not (SGLang and LMCache: true by default)",
         rare=True,
     )
     open_timeout_s: float = option(
