@@ -116,7 +116,7 @@ class SpecOptions(Options):
 
     spec_name: str | type = option(_parse_spec, "cpu", when="`tiers` are set: `tiering`; or the spec is your own")
     block_size: int | None = option(
-        parse_count, None, when="larger blocks are better, for longer copies and coarser hits: their tokens"
+        parse_count, None, when="you want longer copies and accept coarser hits: tokens of a block"
     )
     offload_prompt_only: bool = option(parse_flag, True, when="generated tokens are used again, too")
 

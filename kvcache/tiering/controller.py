@@ -64,7 +64,7 @@ class TierConfig(Options):
     """
 
     write_policy: str = option(
-        choice_of(*WRITE_POLICIES), "write_through", when="the tier wears out, or is slower than the engine computes blocks"
+        choice_of(*WRITE_POLICIES), "write_through", when="the tier wears out, or is slower than computing"
     )
     num_uses: int = option(parse_count, 2, when="`write_through_selective` should wait for more uses than two")
     deadline_s: float = option(parse_duration, 5.0, when="a job of a healthy tier may take longer, or must take less")
