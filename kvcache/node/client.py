@@ -1,8 +1,8 @@
 """An engine's part of a node's pool: the manager's calls, sent to the owner.
 
-A look-up asks for a whole prompt at once and holds what it finds, so loads need no message. Messages without an answer
-wait for the next one with an answer, or for the end of the step. If the owner does not answer in time, the call that
-waited for it and all later ones miss, until the answer has arrived. Copies under way use the mapped memory.
+A look-up asks for a whole prompt at once, and holds the blocks found, so loads need no message. Messages without an
+answer wait for the next one with an answer, or for the end of the step. If the owner does not answer in time, the call
+that waited for it and all later ones miss, until the answer has arrived. Copies under way use the mapped memory.
 """
 
 from __future__ import annotations

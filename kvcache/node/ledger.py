@@ -158,7 +158,7 @@ class Ledger:
         self.writer[self.writer == engine] = OWNER
         rows = self.processes["engine"] == engine
         self.processes["pid"][rows] = 0
-        # Remove the name last: after a kill, the next owner drops what is left of an engine that has a name.
+        # Remove the name last: after a kill, the next owner drops the rest of an engine that has a name.
         self.names[engine] = b"\0" * 32
 
     def drop_dead(self, living: Collection[int]) -> None:

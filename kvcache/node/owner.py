@@ -82,7 +82,7 @@ class NodePool:
             self.unlink()
         with ExitStack() as stack:
             if reason:
-                # Also remove what was written of a file before /dev/shm was full.
+                # Also remove the part of a file that was written before /dev/shm was full.
                 stack.callback(self.unlink)
             self.shared = SharedBlocks(pool_path, num_blocks, block_bytes, is_owner=False)
             stack.callback(self.shared.close)

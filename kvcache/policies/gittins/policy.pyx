@@ -600,7 +600,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self._detach_row(tail)
 
     cdef void _remember_rows(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
-        """Append the keys of rows that are no longer in any group to the memory, in the order given."""
+        """Append keys to the memory, in the given order. Their rows have left their groups."""
         cdef Py_ssize_t i
         cdef int32_t row
         # Each key goes to another cache line of the index. Prefetched while rows are selected, it would come too late.

@@ -1,4 +1,4 @@
-"""Share: the blocks above a tier that pass through host memory, first in, first out.
+"""Share: the queue (first in, first out) of blocks above a tier that pass through host memory.
 
 Compiled because it links rows of a policy's table.
 """
@@ -74,7 +74,7 @@ cdef class Share:
         while next != 0 and got < n and num_left > 0:
             row = next
             next = self.table.rows[row].next
-            # A job of a tier or of the engine reads or writes the block.
+            # A tier or the engine is reading or writing the block.
             if ref_of(self.table, row) != 0:
                 num_left -= 1
                 continue

@@ -78,9 +78,9 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     ----------
     stores_all : bool
         Whether tiers below hold blocks, too. Declined blocks then pass through a share of the slots, first in, first
-        out, and the rule does not count them as resident. What a tier read is stored or declined like a new block.
+        out, and the rule does not count them as resident. Blocks read from a tier are treated like new blocks.
     spare_slots : int
-        Slots that the rule and the share leave free; blocks that pass leave only when a later store has none.
+        Slots that the rule and the share leave free. Passing blocks are evicted only if a store finds no free slot.
 
     Notes
     -----
@@ -421,7 +421,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef Py_ssize_t _move_in(
         self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n, int32_t* victims, Py_ssize_t* num_victims
     ) noexcept nogil:
-        """Let blocks that a tier reads pass. If the share is in use, they take victims without a test."""
+        """Put blocks that a tier reads into the share. If it is in use, evict blocks for them without a test."""
         cdef Py_ssize_t i, need = n - self.table.num_free
         if need > 0:
             num_victims[0] = self._make_way_for(None, need, need, victims)
@@ -437,7 +437,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef Py_ssize_t _make_way_for(
         self, RequestKeys names, Py_ssize_t n, Py_ssize_t need, int32_t* victims
     ) noexcept nogil:
-        """Select `n` passing victims, oldest first. Where fewer than `need` are idle, the rule gives up more."""
+        """Select `n` passing victims, oldest first. If fewer than `need` are idle, the rule evicts more blocks."""
         cdef Py_ssize_t got = self.share.evict(n, LEAVING, victims), num_forced = 0
         if got < need:
             num_forced = self._evict_blocks(names, need - got, victims + got)
@@ -468,7 +468,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef void _pass_on(
         self, RequestKeys names, Progress* progress, Py_ssize_t num_absent, int32_t* victims, Py_ssize_t* num_victims
     ) noexcept nogil:
-        """Let the absent keys that the rule declines pass through the share, the head of the prompt first.
+        """Put the absent keys that the rule declines into the share, the head of the prompt first.
 
         Passing keys that the rule stores leave the share. Where too many blocks are in use, the last keys are declined.
         """

@@ -76,7 +76,7 @@ class JobTier(Medium, Tier):
     comes within `open_timeout_s`, and is the `unavailable_reason` if it comes later.
     """
 
-    def __init__(  # noqa: PLR0913 - what a subclass says of its medium, by name
+    def __init__(  # noqa: PLR0913 - the properties of a subclass's medium, by name
         self,
         host_blocks: HostBlocks,
         medium: str,

@@ -68,8 +68,8 @@ class SlotTable:
     """The records of one generation, and the recency, of an open directory.
 
     `checksums` are uint64, one per slot, valid if the slot holds a block. `recency` has the ``stamp`` (a clock, larger
-    is later) and the ``uses`` of each slot; it is changed in memory and written by `flush`. `has_space` says which
-    slots are known to have space on disk: without preallocation, there may be no room for the others.
+    is later) and the ``uses`` of each slot; it is changed in memory and written by `flush`. `has_space` marks the
+    slots that are known to have space on disk: without preallocation, there may be no room for the others.
     """
 
     def __init__(self, directory: TierDirectory, read_only: bool = False) -> None:
