@@ -61,7 +61,7 @@ def test_one_step_prompts_give_its_speed(offers_first, expects_first):
         engine.watch.on_lookup(number, 16)
         now_s = 100.0 * number
         engine.step(now_s, [(number, range(16, 1025, 16))])
-        # The engine tells its parts of the end of the request, and waits.
+        # The engine reports the end of the request to its parts, and waits.
         engine.step(now_s + 1.0, finished=[number])
     assert engine.reports == [([(0, 1024)], 1.0)] * 5
 

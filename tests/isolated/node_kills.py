@@ -35,7 +35,7 @@ def key_of(document, place):
 
 def content_of(key):
     words = np.arange(BLOCK_BYTES // 8, dtype=np.uint64)
-    # In the pool, the epoch of an engine that was reset takes the place of the first bytes.
+    # After a reset of an engine, its epoch replaces the first bytes of the key in the pool.
     number = int.from_bytes(key[-28:], "big")
     return ((words + np.uint64(1)) * np.uint64(number * 2654435761 + 1)).view(np.uint8)
 

@@ -412,7 +412,7 @@ def test_locks_of_dead_lookups_lapse(harness, later):
     assert len(l2.look_up(list(objects(numbers)))) == len(numbers)
     status = l2.adapter.report_status()
     assert (status["num_locked"], status["lapsed_locks"]) == (len(numbers), 0)
-    # Nothing can be stored, and the status says so.
+    # Nothing can be stored, and the status is unhealthy.
     assert status["is_healthy"] is False
     assert l2.store(objects([900])) == -1
     later(299)

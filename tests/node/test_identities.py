@@ -115,7 +115,7 @@ class Pool:
 
 
 class Run:
-    """Engines by their number, the weights of each, and what they loaded; `names` are the weights with a version."""
+    """Engines by their number, the weights of each, and the blocks loaded; `names` are the weights with a version."""
 
     def __init__(self, place, seed):
         self.place, self.dice = place, random.Random(seed)

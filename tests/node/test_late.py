@@ -1,4 +1,4 @@
-"""An owner that is late, and not dead: the connection stays, and only what is late is lost."""
+"""A late owner that is not dead: the connection stays, and only late answers are lost."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def test_late_look_up_misses_alone(node):
     with gated(node.owner) as gate:
         assert engine.lookup(keys, context) == 0
         start_s = time.monotonic()
-        # Nothing waits a second time, and an idle engine's gauge says that the pool is away.
+        # No call waits a second time, and the gauge of an idle engine shows that the pool is unavailable.
         assert [engine.lookup(*prompt(1, 8)) for _ in range(50)] == [0] * 50
         assert engine.prepare_store([key_of(2, 0)], ReqContext()) is None
         engine.on_schedule_end()

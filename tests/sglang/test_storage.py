@@ -49,7 +49,7 @@ def test_pages_belong_to_weight_version(engine, monkeypatch):
     monkeypatch.setattr(storage, "get_serving", lambda: serving)
     first = engine()
     assert (first.store(TOKENS), first.load(TOKENS)[0]) == (len(TOKENS), len(TOKENS))
-    # SGLang records the version after an update, and tells its storage nothing.
+    # SGLang records the version after an update, and does not call its storage.
     serving.weight_version = "step-1"
     assert first.load(TOKENS)[0] == 0
     assert (first.store(TOKENS), first.load(TOKENS)[0]) == (len(TOKENS), len(TOKENS))

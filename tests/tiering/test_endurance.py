@@ -118,7 +118,7 @@ def test_poor_budget_prefers_runs_that_return():
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
 @pytest.mark.parametrize("num_days", [1, 3])
 def test_budget_holds_each_day(policy, num_days):
-    """Bursts after idle hours: a day's writes are within the budget and what an earlier day has saved."""
+    """Bursts after idle hours: the writes of a day are within its budget plus the budget saved on the day before."""
     bench, draw = Bench(1.0, policy), random.Random(num_days)
     written = 0
     for day in range(num_days):

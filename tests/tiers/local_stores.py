@@ -418,7 +418,7 @@ def _serve_faults(pipe, num_faults, share, seed):
     server, dice = LocalS3("blocks"), random.Random(seed)
 
     def value_of(request):
-        # Of this object or of another one, as it is or shorter.
+        # The value of this object or of another one, whole or cut.
         values = list(server.objects.values()) or [b"nothing"]
         value = bytearray(server.objects.get(request.key) or dice.choice(values))
         value[dice.randrange(len(value))] ^= 1 << dice.randrange(8)

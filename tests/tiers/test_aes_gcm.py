@@ -1,4 +1,4 @@
-"""The codec aes_gcm: what it hides and refuses, keys that are rotated, and keys that are wrong or cannot be read."""
+"""The codec aes_gcm: content that it hides, codes that it refuses, and keys that are rotated, wrong or unreadable."""
 
 import multiprocessing
 import os
@@ -153,7 +153,7 @@ def test_inner_codec_is_encrypted(start, inner):
 
 
 def test_stored_row_tells_nothing_of_block():
-    """Not even a checksum: who guesses a block could confirm it."""
+    """It has no checksum either: that would confirm a guessed block."""
     host = np.full((2, BLOCK_BYTES), 7, np.uint8)
     tier = MemoryTier(2, host, codec=AesGcmCodec(BLOCK_BYTES))
     store_as_is(tier, KEYS[:2])

@@ -267,7 +267,7 @@ def test_bucket_that_vanishes_fails_jobs(local, start):
 def test_stale_answers_are_misses(local, start):
     tier = start()
     store(tier, KEYS[:4])
-    # HEAD and the listing still show what has gone, and do not show what is there.
+    # HEAD and the listing still show a deleted object, and do not show a present one.
     del local.objects[path_of(tier, KEYS[1])]
     stale = lambda request: request.command == "HEAD" and (request.reply(200, num_bytes=4112) or True)  # noqa: E731
     local.intercept = stale
@@ -334,7 +334,7 @@ def test_foreign_epoch_is_never_joined(local, start, content):
 
 def test_panic_of_library_is_an_error(start, monkeypatch):
     class PanicException(BaseException):
-        """What a thread of the library raises that has panicked."""
+        """As the library raises it if one of its threads panicked."""
 
     def panic(*_, **__):
         raise PanicException("request valid")
