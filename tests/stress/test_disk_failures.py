@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 from disks import SCALE, Disk
 
-from kvcache.tiers.base import job_tier
+from kvcache.tiers.base import catalog, job_tier
 from kvcache.tiers.disk.header import TierDirectoryError
 
 KEYS = [b"block-%06d" % number for number in range(200)]
@@ -118,7 +118,8 @@ def use(disk, draw, counts, num_steps):
             if result := disk.store(keys):
                 counts["stored"] += len(result.done)
                 counts["failed"] += len(result.failed)
-                assert bool(result.error) == bool(result.failed), result
+                # Blocks that find no slot with space fail without an error.
+                assert result.failed or not result.error, result
         elif (keys := disk.held(keys)) and (result := disk.load_right(keys)):
             counts["loaded"] += len(result.done)
             counts["failed"] += len(result.failed)
@@ -138,7 +139,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_failing_calls_serve_no_wrong_byte(tmp_path, calls, name):
+def test_failing_calls_serve_no_wrong_byte(tmp_path, calls, monkeypatch, name):
+    # Slots without space are tried again at the next store, not after a second.
+    monkeypatch.setattr(catalog, "_AGAIN_S", 0.0)
     counts = Counter()
     draw = random.Random(name)
     disk = open_disk(tmp_path / "tier")
