@@ -1,7 +1,7 @@
 """Chooses the blocks that a disk with a budget of writes receives.
 
-An SSD endures few writes a day, and most blocks are never read again. A run, the blocks of one request, is written as a
-whole or not at all: a hole would make the blocks behind it useless. It is chosen if similar runs were read often.
+An SSD endures few writes a day, and most blocks are never read again. A run, the blocks of one request, is written from
+its head on or not at all: a hole would make the blocks behind it useless. It is chosen if similar ones were read often.
 """
 
 from __future__ import annotations
