@@ -319,7 +319,7 @@ class TransferStats:
 class NodeStats:
     """One engine's use of the pool of its node."""
 
-    round_trips: int = counter("messages", "Questions to the owner of the node's pool, answered or not.")
+    round_trips: int = counter("messages", "Messages to the owner of the node's pool that need an answer.")
     outages: int = counter("outages", "Times that the owner did not answer in time, or ended.")
     unavailable: str = flag("1 while the engine runs without the node's pool.", exported="unavailable")
     shared_hit_blocks: int = counter(

@@ -31,20 +31,20 @@ def _parse_whole(name: str, value: object) -> int:
 
 @dataclass(frozen=True)
 class EngineKeys(Options):
-    """What vLLM reads under all of its specs."""
+    """Options that vLLM reads with each of its specs."""
 
     where: ClassVar[str] = settings.WHERE
 
-    block_size: int | None = option(_parse_whole, None, when="offloaded blocks are to be larger: tokens of one")
-    blocks_per_chunk: int | None = option(_parse_whole, None, when="offloaded blocks are to be larger")
+    block_size: int | None = option(_parse_whole, None, when="offloaded blocks should be larger: tokens of one")
+    blocks_per_chunk: int | None = option(_parse_whole, None, when="offloaded blocks should be larger")
     offload_prompt_only: bool = option(parse_flag, True, when="generated tokens are used again, too")
-    canonical_layout: bool = option(parse_flag, False, when="ranks of other counts are to share blocks")
+    canonical_layout: bool = option(parse_flag, False, when="engines with other numbers of ranks should share blocks")
     self_describing_kv_events: bool = option(parse_flag, False, when="routers need the tokens of blocks")
 
 
 @dataclass(frozen=True)
 class EngineSpecKeys(EngineKeys):
-    """What vLLM's own specs read besides."""
+    """Options that only vLLM's own specs read."""
 
     store_threshold: int = option(count_from(0), 0, when="most prompts are used once")
     max_tracker_size: int = option(parse_count, 64_000, when="`store_threshold` must remember more keys")
@@ -54,7 +54,7 @@ def engine_faults(extra_config: Mapping[str, Any], engine_block: object) -> Iter
     """Yield the level and text of each key that vLLM would refuse or misread; `engine_block` is its ``block_size``."""
     is_engine_spec = settings.is_engine_spec(extra_config)
     keys = EngineSpecKeys if is_engine_spec else EngineKeys
-    # Advanced options are ours: vLLM reads none.
+    # The other options are ours: vLLM does not read them.
     values = {name: extra_config[name] for name in keys.declared() if name in extra_config}
     for name in values:
         try:

@@ -88,21 +88,21 @@ class TierStats:
 
     medium: str
     num_blocks: int = gauge(
-        "blocks", "Blocks that fit; 0 where the medium decides.", exported="capacity_blocks", is_sized=True
+        "blocks", "Blocks that fit; 0 if the medium decides.", exported="capacity_blocks", is_sized=True
     )
     num_held: int = gauge("blocks", "Blocks that the tier holds.", exported="held_blocks", is_sized=True)
     stored_blocks: int = counter("blocks", "Blocks that were written.", is_sized=True)
     loaded_blocks: int = counter("blocks", "Blocks that were read and verified.", is_sized=True)
     evicted_blocks: int = counter("blocks", "Blocks that made room for others.", is_sized=True)
-    missed_blocks: int = counter("blocks", "Blocks that were to be read and were gone.")
+    missed_blocks: int = counter("blocks", "Blocks that a load did not find any more.")
     corrupt_blocks: int = counter(
         "blocks", "Blocks that were not what had been written; they are computed again.", "Replace the medium."
     )
-    refused_blocks: int = counter("blocks", "Blocks turned away by a full queue or an unavailable tier.")
+    refused_blocks: int = counter("blocks", "Blocks refused by a full queue or an unavailable tier.")
     io_errors: int = counter("operations", "Reads, writes and other operations that failed.")
     drive_writes: float = gauge("writes", "Writes of the whole capacity in the last day; 0 before a day has passed.")
     life_years: float = gauge(
-        "years", "Life of an SSD at these writes, if it endures the budget, or one drive write a day; 0: not known."
+        "years", "Life of an SSD rated for the budget, or for one drive write a day, at these writes; 0: unknown."
     )
     left_blocks: int = gauge(
         "blocks", "Blocks that the budget of writes covers now.", exported="write_budget_blocks", is_sized=True
