@@ -77,9 +77,11 @@ class Epoch:
 
 
 def check_version(version: object) -> str | int:
-    """Return a version; ValueError unless it is a number or a text that is not empty."""
+    """Return a version; ValueError unless it is a number or a text that is not empty, and can be encoded."""
     if isinstance(version, bool) or not isinstance(version, str | int) or version == "":
         raise ValueError(f"version must be a str or an int, got {version!r}")
+    # A ValueError: half of a surrogate pair, or more digits than Python converts. Later, it would stop a reset.
+    str(version).encode()
     return version
 
 

@@ -72,12 +72,13 @@ def test_version_of_another_type_is_refused():
     assert tier.versions == []
 
 
-@pytest.mark.parametrize("version", [True, "", b"v"])
-def test_empty_names_are_refused(version):
+# A half of a surrogate pair, which JSON may carry, has no bytes; Python converts numbers of up to 4,300 digits only.
+@pytest.mark.parametrize("version", [True, "", b"v", "\ud800", pytest.param(10**5000, id="long")])
+def test_useless_names_are_refused(version):
     tier = VersionedTier()
     manager = TieredOffloadingManager(8, 8, [tier])
     for call in (manager.reset_cache, manager.name_next_version):
-        with pytest.raises(ValueError, match="version must be a str or an int"):
+        with pytest.raises(ValueError, match=r"version must be a str or an int|surrogates|digits"):
             call(version)
     manager.reset_cache()
     assert tier.versions == [None]
