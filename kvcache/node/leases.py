@@ -150,9 +150,8 @@ class NodeLeases:
             raise ValueError(f"an epoch has {EPOCH_BYTES} bytes, got {epoch!r}")
         left, engine.epoch = engine.epoch, epoch
         engine.may_hold_left = True
-        if left != epoch:
-            for lease in engine.leases.values():
-                lease.keys.clear()
+        for lease in engine.leases.values():
+            lease.keys.clear()
         self._leave(left)
         self._left.pop(epoch, None)
 

@@ -211,6 +211,21 @@ def test_reset_leaves_blocks_of_others(node, version, restarts):
     node.check()
 
 
+def test_reset_to_current_version_keeps_places(node):
+    """A request that grows after the reset finds its own blocks, and none of its first ones under later keys."""
+    engine = node().engine("a", weights="version:v1")
+    turn(engine, *prompt(1, 3))
+    keys, context = prompt(1, 3)
+    assert [engine.status(key, context) for key in keys] == [2] * 3
+    slots = engine.prepare_load(keys, context).block_ids.tolist()
+    engine.complete_load(keys, context)
+    engine.reset_cache("v1")
+    longer, grown = prompt(1, 6)
+    context.set_offload_key_positions(grown.positions)
+    assert [engine.status(key, context) for key in longer] == [2, 2, 2, 0, 0, 0]
+    assert engine.prepare_load(keys, context).block_ids.tolist() == slots
+
+
 def test_store_overtaken_by_reset_is_dropped(node):
     node = node(64)
     engine, other = (node.engine(name, weights="sha256:a") for name in "ab")
