@@ -165,6 +165,11 @@ class Engine:
         pool.free(operation.host_indices)
         return num_tokens, pages
 
+    def flush(self):
+        """Empty host memory, as SGLang's tree does when it is reset."""
+        self.controller.reset()
+        self.controller.mem_pool_host.clear()
+
     def close(self):
         self.controller.detach_storage_backend()
 

@@ -52,6 +52,7 @@ def test_pages_belong_to_weight_version(engine, monkeypatch):
     # SGLang records the version after an update, and does not call its storage.
     serving.weight_version = "step-1"
     assert first.load(TOKENS)[0] == 0
+    first.flush()
     assert (first.store(TOKENS), first.load(TOKENS)[0]) == (len(TOKENS), len(TOKENS))
     first.close()
     for version, option, num_tokens in (
@@ -61,6 +62,25 @@ def test_pages_belong_to_weight_version(engine, monkeypatch):
         later = engine(extra={"weights_version": option})
         assert (later.load(TOKENS)[0], version) == (num_tokens, version)
         later.close()
+
+
+@pytest.mark.parametrize("is_noticed", [False, True], ids=["unnoticed", "noticed"])
+def test_waiting_pages_get_no_later_name(engine, monkeypatch, is_noticed):
+    """SGLang names new weights before it empties host memory, from which a thread may still back up old pages."""
+    serving = SimpleNamespace(weight_version="step-1")
+    monkeypatch.setattr(storage, "get_serving", lambda: serving)
+    first = engine({"kv": mha(), "mamba": mamba()} if is_noticed else None)
+    assert first.store(TOKENS) == len(TOKENS)
+    serving.weight_version = "step-2"
+    if is_noticed:
+        assert first.load(TOKENS)[0] == 0
+    assert first.store(TOKENS) == 0
+    first.flush()
+    assert first.load(TOKENS)[0] == 0
+    assert (first.store(TOKENS), first.load(TOKENS)[0]) == (len(TOKENS), len(TOKENS))
+    pools = list(first.pools.values())
+    first.close()
+    assert not any("clear" in vars(pool) for pool in pools)
 
 
 @pytest.mark.parametrize("make", [*KINDS.values(), mamba], ids=[*KINDS, "mamba"])

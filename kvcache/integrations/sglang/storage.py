@@ -64,6 +64,8 @@ class KVCacheStorage(HiCacheStorage):
         self._telemetry: Telemetry | None = None
         self._warnings = LogLimiter(_LOG)
         self._weight_version = _weight_version()
+        # The name when host memory was last emptied: that of the weights of all pages in it.
+        self._host_version = self._weight_version
         self._renaming = Lock()
         # Since the last `get_stats`, by direction: pages and GB/s of each call.
         self._moves: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
@@ -72,14 +74,14 @@ class KVCacheStorage(HiCacheStorage):
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
-        self._pages[_KV] = HostPages(mem_pool_host)
+        self._add_pool(_KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = _name_of(host_pool_name)
         if name in self._pages and self._pages[name].pool is host_pool:
             return
-        self._pages[name] = HostPages(host_pool)
+        self._add_pool(name, host_pool)
         if self._telemetry is not None:
             shares = self._options.shares or {}
             if name not in shares and hasattr(self._settings.options, "capacity"):
@@ -88,6 +90,17 @@ class KVCacheStorage(HiCacheStorage):
                     f'capacity, as in "shares": {{"kv": 0.9, {name!r}: 0.1}}'
                 )
             self._stores[name] = self._open(name, shares.get(name, 1.0))
+
+    def _add_pool(self, name: str, pool: Any) -> None:
+        self._pages[name] = HostPages(pool)
+        empty = pool.clear
+
+        def clear() -> None:
+            empty()
+            self._host_version = _weight_version()
+
+        # SGLang names new weights, then ends its storage threads and clears each host pool.
+        pool.clear = clear
 
     def on_host_pools_registered(self) -> None:
         """Open a tier for each pool; ValueError if that fails."""
@@ -187,7 +200,14 @@ class KVCacheStorage(HiCacheStorage):
             # The first rank stores what all ranks of a model with latent attention have.
             return [True] * len(keys)
         start_s = time.perf_counter()
-        answers = (store.get if is_load else store.put)([_key(key) for key in keys], buffers)
+        if is_load:
+            answers = store.get([_key(key) for key in keys], buffers)
+        else:
+            with self._renaming:
+                if self._host_version != self._weight_version:
+                    # These pages waited while the weights changed, and are of the old ones.
+                    return [False] * len(keys)
+                answers = store.put([_key(key) for key in keys], buffers)
         if name == _KV and (num_moved := sum(answers)):
             gigabytes = num_moved * store.block_bytes / 1e9
             self._moves[is_load].append((num_moved, gigabytes / (time.perf_counter() - start_s)))
@@ -210,7 +230,9 @@ class KVCacheStorage(HiCacheStorage):
 
     def _follow_weights(self) -> None:
         """Forget all pages if SGLang's name of the weights has changed: it reports no update to its storage."""
-        # Under the lock: no other call may begin before each store is cleared.
+        if _weight_version() == self._weight_version:
+            return
+        # Under the lock: no other call may begin before each store is cleared, and no store of a page may be running.
         with self._renaming:
             if (version := _weight_version()) != self._weight_version:
                 for store in self._stores.values():
@@ -323,6 +345,8 @@ class KVCacheStorage(HiCacheStorage):
             self._telemetry.close()
         for store in stores.values():
             store.close()
+        for pages in self._pages.values():
+            vars(pages.pool).pop("clear", None)
 
 
 def _replica_of(config: Any) -> tuple[int, int]:
