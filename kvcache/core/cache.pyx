@@ -698,7 +698,6 @@ cdef class BlockCache:
             self.priorities.forget(batch.picked_rows, num_dropped)
             table.release(batch.picked_rows, num_dropped, dropped)
             table.num_pending -= num_dropped
-            table.version += num_dropped != 0
             self._end()
         return num_dropped
 

@@ -165,7 +165,6 @@ cdef class PolicyAdapter(ReplacementPolicy):
             PyList_SET_ITEM(blocks, i, self.table.caller_blocks[rows[i]].status)
             self.table.caller_blocks[rows[i]].status = NULL
         self.table.release(rows, n, keys)
-        self.table.version += n != 0
 
     def touch(self, keys):
         """Count a use of each key, from last to first. Unknown keys are ignored."""

@@ -296,6 +296,7 @@ cdef class BlockTable:
             self.free_head = row
         self.num_resident -= n
         self.num_free += n
+        self.version += n != 0
 
     cdef Py_ssize_t take_oldest(self, int32_t list_idx, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
         """Remove up to `n` evictable rows from their queue, oldest first, and return their number."""

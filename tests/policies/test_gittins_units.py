@@ -580,6 +580,25 @@ def test_above_tier_declined_unit_passes() -> None:
     engine.policy.check()
 
 
+def test_blocks_evicted_without_store_are_misses() -> None:
+    """A call that stores nothing lets loaded blocks in, and evicts others. Other requests must not find those."""
+    engine = Engine(20, [None, 1])
+    engine.policy.stores_all = True
+    path, old = [b"0", b"1"], engine.anchors([b"old %d" % i for i in range(4)])
+    for keys in (old, engine.anchors(path) + engine.set_of(path, 2)):
+        engine.manager.reserve(keys, is_move=True)
+        engine.manager.commit(keys, is_move=True)
+    other = ReqContext()
+    num_found = [engine.manager.lookup(old, other) for _ in range(2)]
+    context = engine.open(path, 0)
+    engine.load(path, 2, context)
+
+    assert engine.manager.prepare_store([], context).evicted_keys == old[:3]
+    assert [*num_found, engine.manager.lookup(old, other)] == [4, 4, 0]
+    with pytest.raises(KeyError, match="block is not in the cache"):
+        engine.manager.prepare_load(old, other)
+
+
 def test_keys_outside_sets_are_declined() -> None:
     engine = Engine(20, [None, 1])
     path = [b"%d" % i for i in range(6)]
