@@ -8,10 +8,10 @@ geometry), the format and a tenant's salt, so engines share blocks only if the b
 and a seal over name and payload. A value that is foreign, short, long or torn is a counted miss and is deleted.
 
 An epoch stands for weights (`kvcache.epoch`), so they are not part of the namespace. An engine begins in the epoch that
-the store announces for its fingerprint; an operator may announce another one for later starts. A reset leaves it
-for the epoch of a version, or for a private one that is never announced. The blocks of a private epoch are deleted when
-its engine leaves it. Blocks of other epochs may be in use, and the store evicts them. If the store has forgotten the
-announced epoch, a running engine announces it again.
+the store announces for its fingerprint. An operator may announce another one for later starts; blocks of other weights
+do not verify there. A reset leaves it for the epoch of a version, or for a private one that is never announced. The
+blocks of a private epoch are deleted when its engine leaves it. Blocks of other epochs may be in use, and the store
+evicts them. If the store has forgotten the announced epoch, a running engine announces it again.
 """
 
 from __future__ import annotations
@@ -195,6 +195,12 @@ class SharedStoreTier(JobTier):
             return self.prefix + b":epoch"
         return b"%b:%b:epoch" % (self.prefix, self._namespace.epoch_of(self._start).encode())
 
+    @property
+    def _sealed_weights(self) -> bytes:
+        """What a seal covers besides the name: the weights, if an epoch was announced that is not theirs."""
+        weights = self._own or self._namespace.epoch_of(self._start)
+        return b"" if weights == self.epoch else weights.encode()
+
     def store_name(self, key: bytes) -> bytes:
         """Return the name of a block in the store."""
         return b"%b:%b:%b" % (self.prefix, self.epoch.encode("latin-1"), key)
@@ -216,25 +222,28 @@ class SharedStoreTier(JobTier):
     def get(self, batch: TierBatch) -> Sequence[int]:
         self._join_epoch()
         names, buffers = [self.store_name(key) for key in batch.keys], batch.buffers
-        outcomes = [BlockOutcome.ABSENT] * len(names)
+        weights, outcomes = self._sealed_weights, [BlockOutcome.ABSENT] * len(names)
 
         def received(i: int, seal: Seal | None) -> None:
-            is_good = seal is not None and compare_digest(seal, self._namespace.seal(names[i], buffers[i]))
+            is_good = seal is not None and compare_digest(seal, self._namespace.seal(weights + names[i], buffers[i]))
             outcomes[i] = BlockOutcome.DONE if is_good else BlockOutcome.CORRUPT
 
         self.get_values(names, batch, received)
-        if bad := [name for name, outcome in zip(names, outcomes, strict=True) if outcome == BlockOutcome.CORRUPT]:
+        bad = [name for name, outcome in zip(names, outcomes, strict=True) if outcome == BlockOutcome.CORRUPT]
+        # A reset in between may have changed what a seal must cover.
+        if bad and batch.generation == self.generation:
             self.delete_values(bad)
         return outcomes
 
     def put(self, batch: TierBatch) -> Sequence[int]:
         self._join_epoch()
         names, buffers = [self.store_name(key) for key in batch.keys], batch.buffers
+        weights = self._sealed_weights
         refused = [BlockOutcome.REFUSED] * len(names)
         # After the names: a reset raises the generation before the epoch, so an old block never gets a new name.
         if batch.generation != self.generation:
             return refused
-        outcomes = self.put_values(names, batch, lambda i: self._namespace.seal(names[i], buffers[i]))
+        outcomes = self.put_values(names, batch, lambda i: self._namespace.seal(weights + names[i], buffers[i]))
         if batch.generation != self.generation:
             # The reset may have deleted the old names before these were written. Names held before are others'.
             self.delete_values([name for name, out in zip(names, outcomes, strict=True) if out == BlockOutcome.DONE])

@@ -188,6 +188,22 @@ def test_reset_needs_no_store(open_engine, monkeypatch):
     assert found(engine, KEYS[:4]) == 0
 
 
+@pytest.mark.parametrize("salt", ["", "secret"])
+def test_announced_epoch_of_others_loads_nothing(open_engine, values, salt):
+    """A client that may write names may send an engine to blocks of other weights, but they do not verify there."""
+    other, name = open_engine("b", salt=salt), open_engine("a", salt=salt).epoch_name
+    store(other, KEYS[:4])
+    values[name] = other.epoch
+    redirected = open_engine("a", salt=salt)
+    assert load(redirected, KEYS[:2]).done == []
+    assert redirected.stats().corrupt_blocks == 2
+    # In an epoch of an operator's choice engines of the same weights share as before.
+    values[name] = "an operator's"
+    engines = [open_engine("a", salt=salt) for _ in range(2)]
+    store(engines[0], KEYS)
+    assert load(engines[1], KEYS).done == KEYS
+
+
 def test_lost_epoch_is_announced_again(open_engine, values):
     engine, other = open_engine(), open_engine(maintain_interval_s=0.01)
     store(engine, KEYS[:3])
