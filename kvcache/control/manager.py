@@ -164,20 +164,21 @@ class OffloadingManager(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be reset")
 
-    def name_next_version(self, version: str | int) -> None:
+    def name_next_version(self, version: str | int | None) -> None:
         """Name the weights in force after the next reset, for engines whose reset has no version; from any thread.
 
         Parameters
         ----------
-        version : str or int
+        version : str, int or None
             The name; a later one replaces it. The next reset uses it up, also a reset that has a version of its own.
+            None: the name is withdrawn, for an update that failed.
 
         Raises
         ------
         ValueError
             `version` is empty, or of another type. Nothing changes.
         """
-        self._next_version = check_version(version)
+        self._next_version = None if version is None else check_version(version)
 
     def version_of_reset(self, version: str | int | None) -> str | int | None:
         """Return the version for a reset that begins now, and forget the name set by `name_next_version`.

@@ -51,7 +51,9 @@ class WhatIfCommand(Command):
 class NextVersionOptions(Options):
     """The options of a `NextVersionCommand`."""
 
-    version: str | int = option(parse_version, when="always: the name of the weights after the next reset")
+    version: str | int | None = option(
+        parse_version, None, when="always, unless a name is to be withdrawn: that of the weights after the next reset"
+    )
 
 
 class NextVersionCommand(Command):
@@ -63,8 +65,9 @@ class NextVersionCommand(Command):
         """Return ``{"version": ...}``."""
         if self.telemetry.manager is None:
             raise ValueError("no manager is there to be reset")
-        self.telemetry.manager.name_next_version(options["version"])
-        return options
+        version = options.get("version")
+        self.telemetry.manager.name_next_version(version)
+        return {"version": version}
 
 
 def _value(sample: Sample) -> Any:

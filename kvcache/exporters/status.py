@@ -127,24 +127,33 @@ def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any)
     return document.get("result")
 
 
-def name_next_version(version: str | int, paths: Iterable[str | Path] | None = None) -> list[Path]:
+def name_next_version(version: str | int | None, paths: Iterable[str | Path] | None = None) -> list[Path]:
     """Name the weights in force after the next reset of some engines, and return the sockets of these engines.
 
     Parameters
     ----------
-    version : str or int
-        The name. Engines whose weights have the same name share blocks.
+    version : str, int or None
+        The name. Engines whose weights have the same name share blocks. None: the name is withdrawn, because the update
+        of the weights failed.
     paths : iterable of str or Path, optional
         Status sockets; None: those of all engines of this user in the default folder.
 
     Raises
     ------
     OSError, ValueError
-        An engine does not answer, or refuses; see `ask`. The engines before it have the name.
+        An engine does not answer, or refuses; see `ask`. The name is withdrawn from all engines: a later reset that is
+        meant for other weights would use it.
     """
     sockets = live_sockets() if paths is None else [Path(path) for path in paths]
-    for path in sockets:
-        ask(path, "next_version", version=version)
+    for number, path in enumerate(sockets, 1):
+        try:
+            ask(path, "next_version", version=version)
+        except BaseException:
+            # This one may have the name, too: its answer may have been late.
+            for named in sockets[:number]:
+                with contextlib.suppress(OSError, ValueError):
+                    ask(named, "next_version")
+            raise
     return sockets
 
 

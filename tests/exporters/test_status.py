@@ -107,9 +107,19 @@ def test_next_version_reaches_next_reset(server: StatusServer, manager: CPUOfflo
     assert manager.version_of_reset(None) == "step 7"
     assert ask(server.path, "next_version", version=8) == {"version": 8}
     assert [manager.version_of_reset(None) for _ in range(2)] == [8, None]
-    for options in ({"version": ""}, {}, {"version": 1.5}):
+    for options in ({"version": ""}, {"version": 1.5}):
         with pytest.raises(ValueError, match="version"):
             ask(server.path, "next_version", **options)
+    assert manager.version_of_reset(None) is None
+
+
+def test_name_of_some_is_withdrawn(server: StatusServer, manager: CPUOffloadingManager, tmp_path: Path) -> None:
+    """A later reset, for other weights, must not use the name of an update that was given up."""
+    with pytest.raises(FileNotFoundError):
+        name_next_version("step 7", [server.path, tmp_path / "ended"])
+    assert manager.version_of_reset(None) is None
+    assert ask(server.path, "next_version", version="step 8") == {"version": "step 8"}
+    assert name_next_version(None, [server.path]) == [server.path]
     assert manager.version_of_reset(None) is None
 
 
