@@ -244,6 +244,7 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._link.hello["epoch"] = epoch.hex()
         if self._link.ask(protocol.RESET, 0, 0, epoch) is None:
             # If the owner did not receive the reset, look-ups would find old blocks.
+            self._link.hello["is_reset"] = True
             self._link.close()
         self._send_prompts_again()
 
@@ -329,6 +330,7 @@ class NodeManager(LastLookUp, OffloadingManager):
             self.refusal = frame.payload.decode()
             _LOG.error("the pool of this node refuses this engine, which goes on without: %s", self.refusal)
             return
+        self._link.hello["is_reset"] = False
         self._send_prompts_again()
 
     def _send_prompts_again(self) -> None:

@@ -58,7 +58,9 @@ class EngineLeases:
         self.number = number
         # The prefix of its keys in the pool, so that engines with other weights find other blocks.
         self.epoch = b""
-        self.may_hold_left = False
+        # Its leases and stores from before its last reset.
+        self._left: list[Lease] = []
+        self._left_stores: dict[int, bytes] = {}
         self.leases: defaultdict[int, Lease] = defaultdict(Lease)
         # The key that the engine writes to each slot, or b"" if the engine was reset since.
         self.writing: dict[int, bytes] = {}
@@ -67,10 +69,24 @@ class EngineLeases:
         # Leases of each slot: several requests may read it.
         self.counts = np.zeros(num_slots, np.uint32)
 
-    def holds_left(self) -> bool:
-        """Return whether the engine holds or writes slots of an epoch that it has left."""
-        keys = [lease.held_keys[0] for lease in self.leases.values() if lease.held_keys]
-        return not all(key.startswith(self.epoch) for key in (*keys, *self.writing.values()))
+    def begin(self, epoch: bytes, is_reset: bool) -> None:
+        """Begin an epoch. After a reset, whatever the engine holds and writes is from before it."""
+        self.epoch = epoch
+        self._left = [
+            lease
+            for lease in self.leases.values()
+            if lease.held_keys and (is_reset or not lease.held_keys[0].startswith(epoch))
+        ]
+        self._left_stores = {slot: key for slot, key in self.writing.items() if is_reset or not key.startswith(epoch)}
+
+    def is_recovering(self) -> bool:
+        """Return whether the engine holds slots since before its reset. Its next copy releases them."""
+        # A later store to the same slot has another key, if maybe an equal one.
+        is_writing = any(self.writing.get(slot) is key for slot, key in self._left_stores.items())
+        if is_writing or any(lease.held_keys for lease in self._left):
+            return True
+        self._left, self._left_stores = [], {}
+        return False
 
 
 class NodeLeases:
@@ -144,12 +160,12 @@ class NodeLeases:
         kept = {slot for _, _, slots in requests for slot in slots}
         self._end_stores(engine, [slot for slot in writing if slot not in kept], None, False)
 
-    def enter(self, engine: EngineLeases, epoch: bytes) -> None:
+    def enter(self, engine: EngineLeases, epoch: bytes, is_reset: bool) -> None:
         """Begin an epoch for an engine, which sends its prompts again. ValueError: it is not an epoch."""
         if len(epoch) not in (0, EPOCH_BYTES):
             raise ValueError(f"an epoch has {EPOCH_BYTES} bytes, got {epoch!r}")
-        left, engine.epoch = engine.epoch, epoch
-        engine.may_hold_left = True
+        left = engine.epoch
+        engine.begin(epoch, is_reset)
         for lease in engine.leases.values():
             lease.keys.clear()
         self._leave(left)
@@ -188,7 +204,7 @@ class NodeLeases:
         if op == protocol.OFFER:
             return self._offer(engine, frame)
         if op == protocol.RESET:
-            self.enter(engine, frame.payload)
+            self.enter(engine, frame.payload, is_reset=True)
             return pack(protocol.DONE, 0, request)
         if op == protocol.OPEN:
             engine.leases.setdefault(request, Lease(parse_hint(unpack_json(frame.payload))))
@@ -279,11 +295,6 @@ class NodeLeases:
         payload = struct.pack("<I", num_shared) + _slots_of(asked, keys, slots)
         return pack(protocol.HELD, state, request, payload)
 
-    def _is_recovering(self, engine: EngineLeases) -> bool:
-        """Return whether an engine holds slots since before its reset. Its next copy releases them."""
-        engine.may_hold_left = engine.may_hold_left and engine.holds_left()
-        return engine.may_hold_left
-
     def _room(self, engine: EngineLeases) -> int:
         """Return how many more slots an engine may hold or write: at most half of the pool in all.
 
@@ -292,7 +303,7 @@ class NodeLeases:
         """
         pool = self.manager.pool
         num_left = self.num_slots - pool.num_referenced - pool.num_pending - self.num_withheld
-        if self._is_recovering(engine):
+        if engine.is_recovering():
             return min(self._limit, (num_left + 1) // 2)
         return min(self._limit - engine.num_held - len(engine.writing), num_left - self._reserve)
 
@@ -302,7 +313,7 @@ class NodeLeases:
         keys, lease = offered, engine.leases[frame.request]
         output = None
         room = self._room(engine)
-        if self._is_recovering(engine):
+        if engine.is_recovering():
             keys = keys[:room]
         if keys and len(keys) <= room:
             self._hooks.writer = engine.number

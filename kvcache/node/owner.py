@@ -369,7 +369,7 @@ class Owner:
                 if isinstance(other, Connection) and other.engine is engine and other is not connection:
                     self._drop(other)
             leases.resume(engine, requests if is_known else [])
-            leases.enter(engine, bytes.fromhex(hello["epoch"]))
+            leases.enter(engine, bytes.fromhex(hello["epoch"]), bool(hello.get("is_reset")))
             connection.engine, engine.num_outages = engine, int(hello.get("outages", 0))
             connection.reader.max_bytes = protocol.MAX_FRAME_BYTES
         answer = {"number": number, "pool_id": self.pool.ledger.pool_id, "pid": os.getpid(), "inode": self.pool.inode}

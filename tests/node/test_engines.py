@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from node_harness import key_of, prompt, turn, wait_for
+from node_harness import gated, key_of, prompt, turn, wait_for
 
 from kvcache import CPUOffloadingManager, ReqContext, Retention
 from kvcache.node import protocol
@@ -224,6 +224,28 @@ def test_reset_to_current_version_keeps_places(node):
     context.set_offload_key_positions(grown.positions)
     assert [engine.status(key, context) for key in longer] == [2, 2, 2, 0, 0, 0]
     assert engine.prepare_load(keys, context).block_ids.tolist() == slots
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["answered", "late"])
+def test_running_loads_of_half_end(node, version, is_late):
+    """An engine whose running loads hold its whole share may begin the copy that returns them, after any reset."""
+    place = node(16)
+    engine = place.engine("a", weights="version:v1", patience_s=0.1 if is_late else 10.0)
+    turn(engine, *prompt(1, 8))
+    keys, context = prompt(1, 8)
+    assert [engine.status(key, context) for key in keys] == [2] * 8
+    engine.prepare_load(keys, context)
+    if is_late:
+        with gated(place.owner):
+            engine.reset_cache(version)
+        wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
+    else:
+        engine.reset_cache(version)
+    assert turn(engine, *prompt(2, 2)) == 0
+    assert turn(engine, *prompt(2, 2)) == 2
+    wait_for(lambda: place.leases.engines[engine.number].num_held == 0)
+    place.check()
 
 
 def test_store_overtaken_by_reset_is_dropped(node):
