@@ -295,7 +295,7 @@ cdef class BlockCache:
                 table.find(keys, 0, n, batch)
             else:
                 n = request_keys.num_seen
-                # A hint does not change the order: the next uses of the request still follow the position that was newest before.
+                # A hint does not change the order: the next uses still follow the position that was newest before.
                 newest_position = request_keys.newest_position
                 request_keys.rows_in_prompt(table, 0, positions, batch, &span)
                 request_keys.newest_position = newest_position
