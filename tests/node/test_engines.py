@@ -419,11 +419,13 @@ def test_ended_request_holds_nothing(node):
 def test_random_clients_match_model(node, seed):
     """Random calls of three engines, resets and new owners: no two writers of a slot, no lost slot, no wrong block.
 
-    `memory` has the key of each slot's block, as copies would leave it.
+    `memory` has the key of each slot's block, as copies would leave it, and `writers` the weights of its writer.
     """
     node, dice = node(48), random.Random(seed)
-    engines = [node.engine(name) for name in "abc"]
+    engines = [node.engine(name, weights="version:start") for name in "abc"]
     loads, stores, requests = [], [], []
+    weights = dict.fromkeys(engines, "start")
+    writers = [""] * 48
     memory = np.memmap(node.folder / "pool", np.uint8, "r+", shape=(48, 64))[:, :20]
     for step in range(400):
         engine = dice.choice(engines)
@@ -432,10 +434,15 @@ def test_random_clients_match_model(node, seed):
             # A new request, or one that goes on, perhaps beside its running copies.
             requests.append((engine, *prompt(dice.randint(0, 6), dice.randint(1, 10))))
             keys, context = dice.choice([one[1:] for one in requests[-1:] + requests[-9:] if one[0] is engine])
+            if len(context.positions) < 14:
+                # It grows by what it has computed.
+                keys, grown = prompt(keys[0][7], len(context.positions) + dice.randint(0, 2))
+                context.set_offload_key_positions(grown.positions)
         if action < 0.3:
             hits = engine.lookup(keys, context) or 0
             if hits:
                 slots = engine.prepare_load(keys[:hits], context).block_ids.tolist()
+                assert {writers[slot] for slot in slots} == {weights[engine]}
                 loads.append((engine, keys[:hits], slots, context))
         elif action < 0.6:
             output = engine.prepare_store(keys, context)
@@ -451,6 +458,8 @@ def test_random_clients_match_model(node, seed):
         elif action < 0.9 and stores:
             owner, keys, slots, context = stores.pop(dice.randrange(len(stores)))
             memory[slots] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 20)
+            for slot in slots:
+                writers[slot] = weights[owner]
             owner.complete_store(keys, context, dice.random() < 0.9)
         elif action < 0.96 and requests:
             owner, _, context = requests.pop(dice.randrange(len(requests)))
@@ -460,7 +469,11 @@ def test_random_clients_match_model(node, seed):
             for owner, keys, slots, _ in stores:
                 if owner is engine:
                     memory[slots] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 20)
-            engine.reset_cache()
+                    for slot in slots:
+                        writers[slot] = weights[engine]
+            version = dice.choice([None, "start", "later"])
+            weights[engine] = version or f"private {step}"
+            engine.reset_cache(version)
             loads, stores = ([job for job in jobs if job[0] is not engine] for jobs in (loads, stores))
         elif action < 0.98:
             node.restart()
