@@ -12,7 +12,7 @@ from engine_options import BLOCK_BYTES
 from engine_tiering import engine_spec_config
 from test_processes import two_rounds
 
-from kvcache.integrations.vllm import KVCacheOffloadingSpec
+from kvcache.integrations.vllm import KVCacheOffloadingSpec, node
 from kvcache.integrations.vllm.node import joined_region
 from kvcache.node.protocol import node_folder
 
@@ -41,6 +41,32 @@ def test_random_hash_seed_is_refused(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED")
     config.cache_config.prefix_caching_hash_algo = "sha256"
     assert seeded != _seed(config) == _seed(config)
+
+
+@pytest.mark.parametrize(("name", "num_pools"), [("shared", 1), (True, 3), ("chat-{model}", 3)])
+def test_pool_of_fixed_name_accepts_versions(monkeypatch, name, num_pools):
+    """Its owner has one directory for all weights; a pool with the model in its name has one for each."""
+    folders, paths = set(), set()
+    for weights in ("sha256:files", "version:v1", "version:v2"):
+        monkeypatch.setattr(node, "fingerprint", lambda *_, weights=weights: {"model": "m", "weights": weights})
+        monkeypatch.setattr(node, "_seed", lambda _: ["sha256", "0"])
+        monkeypatch.setattr(node, "node_folder", str)
+        spec = SimpleNamespace(
+            config=SimpleNamespace(
+                engine_id="e",
+                parallel=SimpleNamespace(data_parallel_index=0, world_size=1),
+                extra_config={"tiers": [{"type": "disk", "path": "/kv/{model}", "capacity": "1GiB"}]},
+            ),
+            settings=SimpleNamespace(weights_version=None, cache_policy="lru"),
+            copies=SimpleNamespace(spec_type=None),
+            node_pool=name,
+            num_blocks=8,
+            block_bytes=64,
+        )
+        folder, hello = node._greeting(spec, 16, None, -1)
+        folders.add(folder)
+        paths.add(hello["options"]["tiers"][0]["path"])
+    assert (len(folders), len(paths)) == (num_pools, num_pools)
 
 
 @pytest.mark.parametrize("data_plane", ["vllm", "kvcache"])

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from kvcache.assembly.assemble import OffloadSettings, open_exporters
 from kvcache.control.telemetry import Telemetry
+from kvcache.epoch import without_weights
 from kvcache.exporters.status import StatusServer
 from kvcache.integrations.vllm.identity import fingerprint
 from kvcache.integrations.vllm.manager import RESULTS, EngineRequest, KVCacheOffloadingManager
@@ -52,8 +53,11 @@ def _greeting(spec: Any, block_tokens: int, vllm_config: Any, rank: int) -> tupl
     model = {**fingerprint(config, vllm_config, spec.settings.weights_version), "hash": _seed(vllm_config)}
     if spec.copies.spec_type is not None:
         model["worker"] = ["vllm", bool(spec.replicated_layout)]
-    digest = hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    digest = _digest(model)
     name = digest if spec.node_pool is True else spec.node_pool.replace("{model}", digest)
+    if digest not in name:
+        # Engines of different weights may join a pool of this name, and keys in its tiers begin with their epochs.
+        digest = _digest(without_weights(model))
     identity = {
         **model, "num_blocks": spec.num_blocks, "block_bytes": spec.block_bytes, "block_size": block_tokens,
     }  # fmt: skip
@@ -65,6 +69,10 @@ def _greeting(spec: Any, block_tokens: int, vllm_config: Any, rank: int) -> tupl
         parallel.world_size if rank < 0 else 0,
     )
     return node_folder(name), hello
+
+
+def _digest(model: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 def open_worker_pool(spec: Any, block_tokens: int, vllm_config: Any) -> MappedPool:
