@@ -599,6 +599,27 @@ def test_blocks_evicted_without_store_are_misses() -> None:
         engine.manager.prepare_load(old, other)
 
 
+def test_lru_request_takes_slots_of_passing() -> None:
+    """Memory may be full of blocks that a tier read. Requests that the rule does not know store theirs, too."""
+    engine = Engine(40, [None, 1])
+    engine.policy.stores_all = True
+    read = engine.anchors([b"read %d" % i for i in range(40)])
+    engine.manager.reserve(read, is_move=True)
+    engine.manager.commit(read, is_move=True)
+    num_stored = []
+    for i in range(6):
+        context = ReqContext()
+        keys = engine.anchors([b"%d %d" % (i, j) for j in range(10)])
+        stored = engine.manager.prepare_store(keys, context).keys_to_store
+        engine.manager.complete_store(stored, context)
+        engine.manager.on_request_finished(context)
+        num_stored.append(len(stored))
+
+    assert num_stored == [10] * 6
+    assert engine.policy.passing == read[-2:]
+    engine.policy.check()
+
+
 def test_keys_outside_sets_are_declined() -> None:
     engine = Engine(20, [None, 1])
     path = [b"%d" % i for i in range(6)]

@@ -173,7 +173,8 @@ class ReferenceUnits(ReferenceGittins):
         self.named = {*keys, *self.pending}
         if request.mode == "lru":
             room = self.num_free
-            room += self.evict_blocks(len(absent) - room)
+            need = len(absent) - room
+            room += self.make_way_for(min(need, len(self.in_share) - self.share_slots), need)
             self.stored = absent[:room]
             for key in self.stored:
                 self.enter(key, None)

@@ -395,6 +395,10 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         else:
             for i in range(num_absent):
                 self._add_new(names, places[i], 0, 0, True)
+            # Blocks that pass beyond the share would keep out a request's blocks for ever.
+            num_victims[0] = self.share.evict(
+                min(num_absent - self.table.num_free, self.table.num_in_list[PASSING] - self.share_slots),
+                LEAVING, victims)
             self.num_new = self.num_stored = min(
                 num_absent, self._evict_for(None, num_absent, self.table.num_free, victims, num_victims))
         for i in range(n):
