@@ -599,6 +599,22 @@ def test_blocks_evicted_without_store_are_misses() -> None:
         engine.manager.prepare_load(old, other)
 
 
+def test_passing_set_makes_no_end() -> None:
+    """A windowed key in the share ends no prompt: if its anchor has left, a request that loaded it leaves it there."""
+    machine = UnitsAboveTierMachine()
+    machine.start(3, [None, 1], 1)
+    empty: dict[str, Any] = {"num_shared": 0, "tokens": 0, "after_s": 0, "style": "whole", "step": 1}
+    machine.begin(num_new=0, loads=False, **empty)
+    machine.decide()
+    machine.begin(num_new=0, loads=False, **empty)
+    machine.promote(1, True)
+    machine.begin(num_new=1, loads=True, **empty)
+    machine.offer(1)
+    machine.decide()
+
+    assert [key[-1] for key in machine.engine.policy.passing] == [1]
+
+
 def test_lru_request_takes_slots_of_passing() -> None:
     """Memory may be full of blocks that a tier read. Requests that the rule does not know store theirs, too."""
     engine = Engine(40, [None, 1])

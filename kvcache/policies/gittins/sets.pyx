@@ -165,6 +165,6 @@ cdef bint _has_same_hash(PyObject* a, PyObject* b) noexcept nogil:
 
 
 cdef bint _is_present(GroupSets sets, RequestKeys names, int32_t anchor, int group) noexcept nogil:
-    """Return whether a windowed key is offered or resident."""
-    return (sets.is_offered(names, anchor, group)
-            or sets.windowed_row(names.named[anchor - 1].key, group) != 0)
+    """Return whether a windowed key is offered or resident for the rule."""
+    cdef int32_t row = sets.windowed_row(names.named[anchor - 1].key, group)
+    return sets.is_offered(names, anchor, group) or (row != 0 and sets.table.rows[row].list_idx != PASSING)
