@@ -615,6 +615,26 @@ def test_passing_set_makes_no_end() -> None:
     assert [key[-1] for key in machine.engine.policy.passing] == [1]
 
 
+def test_load_without_test_stays_known() -> None:
+    """The rule stores the first of more declined loads than pass, though its memory of keys is full by then."""
+    engine = Engine(4, [None, 1])
+    engine.policy.stores_all = True
+    for now_ms in range(3):
+        engine.request([b"used"], TOKENS + 1, now_ms)
+    path = [b"%d" % i for i in range(8)]
+    loaded = engine.anchors(path[:1]) + engine.set_of(path, 1)
+    engine.manager.reserve(loaded, is_move=True)
+    engine.manager.commit(loaded, is_move=True)
+    context = engine.open(path, 3)
+    engine.load(path, 1, context)
+    engine.open([b"other %d" % i for i in range(20)], 3)
+
+    assert engine.manager.prepare_store([], context).keys_to_store == []
+    assert (engine.policy.leave_first, engine.policy.passing) == (loaded[:1], loaded[1:])
+    assert engine.policy.gauges()["forced_blocks"] == 1
+    engine.policy.check()
+
+
 def test_lru_request_takes_slots_of_passing() -> None:
     """Memory may be full of blocks that a tier read. Requests that the rule does not know store theirs, too."""
     engine = Engine(40, [None, 1])

@@ -891,6 +891,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             count_rows(self.table, GROUPED, 1)
         if not self.is_complete:
             self._complete(names, progress)
+            self._trim()
             return
         # Nothing else needs the loads that were stored without a test.
         for i in range(self.num_stored):
@@ -923,7 +924,6 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         if progress.hit != 0 and position_of(names, deepest) > position_of(names, progress.hit):
             progress.has_passed_hit = True
             self._pass_boundary(names, progress.hit)
-        self._trim()
 
     cdef void on_request_end(self, RequestKeys names) noexcept nogil:
         """Queue windowed keys that no boundary needs. If the prompt was not offered to its end, queue its last anchor.
