@@ -32,7 +32,7 @@ PAGES = {
     "docs/howto/backend.md": "",
     "docs/howto/codec.md": "",
     "docs/howto/commands.md": "cli",
-    "docs/howto/containers.md": "cli,disk",
+    "docs/howto/containers.md": "cli",
     "docs/howto/dataplane.md": "cli",
     "docs/howto/engine.md": "",
     "docs/howto/exporter.md": "",
@@ -212,7 +212,7 @@ def trials(environments: Environments) -> list[tuple[str, list[str], tuple[str, 
     """Return what runs apart from pages: its name, its packages and its commands."""
     demo = extras_of("Makefile", r"(?m)^demo: \$\(VENV\)/extra-(\S+)[.]stamp")
     image = extras_of("examples/containers/vllm.Dockerfile", r"whl\)\[(\S+)\]")
-    planner = extras_of("docs/quickstart.md", r'install torch first, then:\n\n.*\n\$ pip install "\.\[(\S+)\]"')
+    planner = extras_of("docs/quickstart.md", r'In your own environment.*\n\n.*\n\$ pip install "\.\[(\S+)\]"')
     engine = extras_of("docs/quickstart.md", r'own with a disk\ntier.*needs `pip install "\.\[(\S+)\]"')
     shown = "kvcache demo --requests 40 --no-data"
     return [

@@ -47,8 +47,8 @@ settings.register_profile("few", settings.get_profile(PROFILE), max_examples=20)
 # is a failure.
 NUMPY_ONLY = os.environ.get("KVCACHE_NUMPY_ONLY") == "1"
 OPTIONAL = {
-    *("grafana_foundation_sdk", "markdown_it", "matplotlib", "msgspec", "prometheus_client", "rich"),
-    *("torch", "transformers", "typer", "valkey", "vllm", "xxhash", "zmq", "zstandard"),
+    *("cryptography", "grafana_foundation_sdk", "markdown_it", "matplotlib", "moto", "msgspec", "obstore"),
+    *("prometheus_client", "rich", "torch", "transformers", "typer", "valkey", "vllm", "xxhash", "zmq", "zstandard"),
 }
 
 

@@ -174,6 +174,7 @@ def test_node_pool_is_imported_if_named():
 
 
 def test_model_names_pool_and_paths():
+    pytest.importorskip("xxhash")
     tiers = [{"type": "disk", "path": "/kv/{model}", "capacity": "1GiB"}]
     given = {"cpu_bytes_to_use": 1 << 20, "node_pool": "chat-{model}", "tiers": tiers, "record": "{model}.kvlog"}
     settings = read_config(given).settings

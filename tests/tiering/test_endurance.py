@@ -237,6 +237,10 @@ def test_endurance_refuses_other_rules():
         TierConfig(write_policy="write_back", endurance=3.0)
     with pytest.raises(ValueError, match="endurance limits the writes of a disk"):
         TieredOffloadingManager(16, 8, [(ManualTier(8), TierConfig(endurance=3.0))])
+
+
+def test_endurance_is_option_of_tier():
+    pytest.importorskip("xxhash")
     settings = parse_tier({"type": "disk", "path": "kv", "capacity": "1GiB", "endurance": "6TiB/day"})
     assert settings.config.endurance == f"{6 << 40}/day"
 
