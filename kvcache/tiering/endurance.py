@@ -131,7 +131,8 @@ class RunChoice:
         room = max(0, int(min(self._wear.left(), _MOST_ROOM)) - num_waiting)
         chosen = missing[:room] if run.is_chosen else []
         # Blocks behind a hole are useless, so later ones of the request are not written.
-        run.is_chosen = len(chosen) == len(missing)
+        if missing:
+            run.is_chosen = len(chosen) == len(missing)
         self.num_declined += len(missing) - len(chosen)
         return chosen
 

@@ -78,6 +78,18 @@ def test_run_beyond_budget_loses_tail():
     assert bench.tier.lookup(keys_of(1, 100)) == 41
 
 
+def test_keys_named_again_choose_nothing():
+    """A call that names declined blocks again does not make the blocks behind them worth a write."""
+    bench = Bench(1.0, host_blocks=200)
+    context = ReqContext("declined")
+    for keys in (keys_of(0, 10), keys_of(0, 10), keys_of(0, 20)[10:]):
+        output = bench.manager.prepare_store(keys, context)
+        bench.manager.complete_store(output.keys_to_store, context)
+        bench.now_s += HOUR_S
+    bench.manager.on_request_finished(context)
+    assert bench.tier.stored_blocks == 0
+
+
 def test_declined_head_follows_tail():
     bench = Bench(1.0)
     bench.request(keys_of(0, 20))
