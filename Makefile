@@ -77,7 +77,7 @@ demo: $(VENV)/extra-cli,disk,plot,transformers.stamp
 	$(BIN)/kvcache chat-demo --plot build/chat-demo.png
 
 test: $(VENV)/extra-test.stamp
-	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_MAX_TEST_CPU_S=10 $(PYTEST) --hypothesis-profile=few -m 'not slow and not other_policy'
+	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_MAX_TEST_CPU_S=20 $(PYTEST) --hypothesis-profile=few -m 'not slow and not other_policy'
 
 # Everything that `make test` leaves out, and its property tests with all examples.
 test-rest: $(VENV)/extra-test.stamp
