@@ -349,9 +349,6 @@ class OwnerStats:
     dropped_clients: int = counter("connections", "Connections closed: invalid messages, unread answers, no greeting.")
     refused_clients: int = counter("connections", "Engines and workers that were refused at their start.")
     ended_engines: int = counter("engines", "Engines that ended, and whose leases were returned.")
-    withheld_blocks: int = gauge(
-        "blocks", "Slots without a block that an engine may still copy to or from."
-    )
 
 
 MANAGER_METRICS = metrics_of(ManagerStats)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -37,17 +38,16 @@ _RETRY_S = 0.02
 
 
 class MappedPool(SharedBlocks):
-    """The memory of a node's pool, in a worker."""
+    """The memory of a node's pool, in a worker. It outlives the owner process."""
 
     def has_owner(self) -> bool:
-        # The memory outlives the owner process, and the worker is one of the processes that the owner watches.
         return True
 
 
 def register_worker(folder: Path, hello: Mapping[str, Any], num_blocks: int, block_bytes: int) -> MappedPool:
-    """Register a worker process of an engine, and map the pool. Before: no copy of it may begin.
+    """Register a worker process of an engine, and map the pool. The worker may not copy a block before.
 
-    `hello` is as of `NodeManager`, with the worker's ``rank``. ValueError: the pool refuses the engine.
+    `hello`: from `greeting`, with the worker's rank. ValueError: the pool refuses the engine.
     """
     link = Link(folder, dict(hello))
     answer = connect(link)
@@ -62,12 +62,11 @@ def register_worker(folder: Path, hello: Mapping[str, Any], num_blocks: int, blo
 def greeting(
     engine: str, identity: Mapping[str, Any], options: Mapping[str, Any], rank: int = -1, num_workers: int = 0
 ) -> dict[str, Any]:
-    """Return the identity of a client, for its greeting.
+    """Return the greeting of a client of the engine whose id is `engine`.
 
-    `engine` is the id of the engine. `identity` has all that distinguishes its blocks from others, with ``num_blocks``,
-    ``block_bytes`` and ``block_size``; engines whose ``weights`` differ may use one pool, but share no block. `options`
-    are the owner's. `rank` is the worker's, or -1 for a scheduler. `num_workers` is the number of workers that must
-    have been registered before the scheduler.
+    `rank` is that of a worker, or -1 for the scheduler, which is refused until `num_workers` workers have joined. With
+    the same `identity`, blocks of engines are exchangeable; it has ``num_blocks``, ``block_bytes`` and ``block_size``.
+    Engines of other ``weights`` may join the pool, but share no block. `options` are the owner's.
     """
     epoch = Epoch.of(identity)
     return {
@@ -77,44 +76,21 @@ def greeting(
 
 
 class NodeManager(LastLookUp, OffloadingManager):
-    """A scheduler's manager over the pool of its node.
+    """A scheduler's manager over the pool in a folder, with `hello` from `greeting`.
 
-    Parameters
-    ----------
-    folder : Path
-        The pool's folder, see `kvcache.node.protocol.node_folder`.
-    hello : dict
-        From `greeting`.
-    num_groups : int
-        KV-cache groups of the model. Of several, a look-up holds all ready blocks of a prompt.
-    starts_owner : bool
-        Whether to start an owner if none serves the folder.
-    patience_s : float
-        How long a call waits for the owner.
-
-    Raises
-    ------
-    ValueError
-        The pool refuses this engine; the message names each difference.
-
-    Notes
-    -----
-    `lookup`, `prepare_load` and `prepare_store` without a request raise ValueError. Keys have one length of at most 36
-    bytes; others are never stored.
+    If the model has several KV-cache groups, a look-up holds all ready blocks of a prompt. A call waits for the owner
+    for `patience_s`. With `starts_owner`, an owner is started if none serves the folder. `lookup`, `prepare_load` and
+    `prepare_store` raise ValueError without a request. Keys have one length of at most 36 bytes; others are not stored.
+    ValueError: the pool refuses this engine, and the message names each difference.
     """
 
     medium = CPULoadStoreSpec.medium()
     events = None
 
     def __init__(
-        self,
-        folder: Path,
-        hello: dict[str, Any],
-        *,
-        num_groups: int = 1,
-        starts_owner: bool = True,
+        self, folder: Path, hello: dict[str, Any], *, num_groups: int = 1, starts_owner: bool = True,
         patience_s: float = ANSWER_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._link = Link(folder, hello, starts_owner, patience_s)
         self._is_hybrid = num_groups > 1
         self._asks_tiers = num_groups > 1 and bool(hello["options"].get("tiers"))
@@ -124,10 +100,10 @@ class NodeManager(LastLookUp, OffloadingManager):
         # Prompts that were opened before a reset; their copies may still run.
         self._stale: list[Prompt] = []
         self._last_number = 1
-        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._counts = Counter[str]()
         self._hints = HintReader()
         self.refusal = ""
-        # Its messages would mix with those of its parent.
+        # The messages of a forked child would mix with those of its parent.
         after_fork(self, NodeManager._leave)
         answer = connect(self._link)
         self.number: int = answer["number"]
@@ -144,30 +120,29 @@ class NodeManager(LastLookUp, OffloadingManager):
         state = prompt.status(key)
         if state is None:
             state = prompt.acquire(self._link, key, req_context.positions or keys)
-            # Of these blocks the next look-ups need no call of Python.
+            # The compiled `status` then answers for these blocks without a call of Python.
             self.remember(req_context, prompt.held if prompt.phase is Phase.ANSWERED else None)
         return state
 
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
         self._prompt(req_context)
         assert req_context is not None
-        is_one = isinstance(keys, bytes)
-        keys = [keys] if is_one else as_key_list(keys)
-        num_ready = 0
-        for key in keys:
-            state = self.acquire(key, req_context, keys)
+        key_list, num_ready = [keys] if isinstance(keys, bytes) else as_key_list(keys), 0
+        for key in key_list:
+            state = self.acquire(key, req_context, key_list)
+            if state == ASK_AGAIN:
+                return None
             if state != READY:
-                if state == ASK_AGAIN:
-                    return None
                 break
             num_ready += 1
-        return num_ready == 1 if is_one else num_ready
+        return num_ready == 1 if isinstance(keys, bytes) else num_ready
 
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> CPULoadStoreSpec:
         prompt, keys = self._prompt(req_context), as_key_list(keys)
         spec = prompt.held.load_spec(keys)
         prompt.num_loads += 1
         self._counts["loaded_blocks"] += len(keys)
+        self._counts["needed_blocks"] += len(keys)
         return spec
 
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
@@ -197,7 +172,7 @@ class NodeManager(LastLookUp, OffloadingManager):
         slots = np.frombuffer(answer.payload, "<i4").tolist()
         taken = {key: slot for key, slot in zip(keys, slots, strict=True) if slot >= 0}
         prompt.writing.update(taken)
-        self._counts["missed_blocks"] += len(taken)
+        self._counts["needed_blocks"] += len(taken)
         return PrepareStoreOutput([*taken], CPULoadStoreSpec([*taken.values()]), [])
 
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
@@ -212,14 +187,11 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._end_if_done(prompt, req_context)
 
     def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
-        prompt = self._prompts.get(req_context)
         positions = req_context.positions if use_positions else None
-        if prompt is None:
-            if not positions:
-                return
-            prompt = self._open(req_context)
-        prompt.finish(positions)
-        self._end_if_done(prompt, req_context)
+        if positions or req_context in self._prompts:
+            prompt = self._prompt(req_context)
+            prompt.finish(positions)
+            self._end_if_done(prompt, req_context)
 
     def on_schedule_end(self) -> None:
         if not self._link.is_ready:
@@ -240,10 +212,10 @@ class NodeManager(LastLookUp, OffloadingManager):
             else:
                 prompt.release(self._link)
         self.remember(None, None)
-        # Also a later greeting names the new epoch.
+        # If the connection is lost, the next greeting names the new epoch.
         self._link.hello["epoch"] = epoch.hex()
         if self._link.ask(protocol.RESET, 0, 0, epoch) is None:
-            # If the owner did not receive the reset, look-ups would find old blocks.
+            # The owner may not have received the reset, and would find old blocks. A new greeting repeats it.
             self._link.hello["is_reset"] = True
             self._link.close()
         self._send_prompts_again()
@@ -257,9 +229,7 @@ class NodeManager(LastLookUp, OffloadingManager):
 
     def stats(self) -> ManagerStats:
         """Return what this engine loaded and stored; the pool's own figures are the owner's."""
-        counts = {**self._counts}
-        num_missed = counts.pop("missed_blocks")
-        return ManagerStats(**counts, needed_blocks=counts["loaded_blocks"] + num_missed)
+        return ManagerStats(**self._counts)
 
     def parts(self) -> list[Part]:
         reason = self.refusal or ("" if self._link.is_answering else "the owner does not answer")
@@ -335,10 +305,7 @@ class NodeManager(LastLookUp, OffloadingManager):
 
     def _send_prompts_again(self) -> None:
         for prompt in self._prompts.values():
-            # The owner has a new list of requests, without their prompts.
+            # The owner knows the leases of each request, but no prompt any more.
             prompt.keys, prompt.places = [], None
             if not prompt.held.keys:
                 prompt.forget()
-
-
-_COUNTS = ("loaded_blocks", "stored_blocks", "rejected_stores", "failed_blocks", "missed_blocks")

@@ -7,7 +7,7 @@ ends when the engine releases it, or when every process of the engine has ended.
 from __future__ import annotations
 
 import struct
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,6 @@ _STEP_SLOTS = 4096
 class Lease:
     """The leases of one request of one engine: it may read `held_keys` in `held_slots`. `keys` is its prompt."""
 
-    __slots__ = ("context", "held_keys", "held_slots", "is_stale", "keys", "unread_ends")
-
     def __init__(self, retention: Retention | None = None) -> None:
         self.context = ReqContext(retention=retention)
         self.keys: list[bytes] = []
@@ -39,8 +37,6 @@ class Lease:
         self.unread_ends: list[tuple[list[bytes], np.ndarray[Any, Any]]] = []
         self.held_keys: list[bytes] = []
         self.held_slots: np.ndarray[Any, Any] = np.empty(0, np.int64)
-        # Whether its engine was reset since. The slots hold no block then, and are withheld until they are released.
-        self.is_stale = False
 
     def read_ends(self) -> ReqContext:
         """Return the context with all end positions that have arrived."""
@@ -58,35 +54,28 @@ class EngineLeases:
         self.number = number
         # The prefix of its keys in the pool, so that engines with other weights find other blocks.
         self.epoch = b""
-        # Its leases and stores from before its last reset.
-        self._left: list[Lease] = []
-        self._left_stores: dict[int, bytes] = {}
         self.leases: defaultdict[int, Lease] = defaultdict(Lease)
-        # The key that the engine writes to each slot, or b"" if the engine was reset since.
+        # The key that the engine writes to each slot.
         self.writing: dict[int, bytes] = {}
+        # The leases and the written slots from before its last reset.
+        self._old_leases: list[Lease] = []
+        self.old_writes: set[int] = set()
         self.num_held = 0
         self.num_shared_hits = self.num_round_trips = self.num_outages = 0
         # Leases of each slot: several requests may read it.
         self.counts = np.zeros(num_slots, np.uint32)
 
     def begin(self, epoch: bytes, is_reset: bool) -> None:
-        """Begin an epoch. After a reset, whatever the engine holds and writes is from before it."""
+        """Begin an epoch. After a reset, all that the engine holds and writes is from before the reset."""
         self.epoch = epoch
-        self._left = [
-            lease
-            for lease in self.leases.values()
-            if lease.held_keys and (is_reset or not lease.held_keys[0].startswith(epoch))
-        ]
-        self._left_stores = {slot: key for slot, key in self.writing.items() if is_reset or not key.startswith(epoch)}
+        current = () if is_reset else (epoch,)
+        leases = [lease for lease in self.leases.values() if lease.held_keys]
+        self._old_leases = [lease for lease in leases if not lease.held_keys[0].startswith(current)]
+        self.old_writes = {slot for slot, key in self.writing.items() if not key.startswith(current)}
 
     def is_recovering(self) -> bool:
-        """Return whether the engine holds slots since before its reset. Its next copy releases them."""
-        # A later store to the same slot has another key, if maybe an equal one.
-        is_writing = any(self.writing.get(slot) is key for slot, key in self._left_stores.items())
-        if is_writing or any(lease.held_keys for lease in self._left):
-            return True
-        self._left, self._left_stores = [], {}
-        return False
+        """Return whether the engine has slots from before its last reset. Its next copy returns them."""
+        return bool(self.old_writes) or any(lease.held_keys for lease in self._old_leases)
 
 
 class NodeLeases:
@@ -104,14 +93,9 @@ class NodeLeases:
         self._reserve = max(1, self.num_slots // 16)
         # Whether end positions are needed before the answer to a look-up. Otherwise they are read after it.
         self._reads_ends = manager.pool.policy.reads_clock or isinstance(manager, TieredOffloadingManager)
-        self._hooks = PoolLedger(manager.pool, ledger, self._leave_blocks)
+        self._hooks = PoolLedger(manager.pool, ledger)
         # For each epoch without an engine, the first slot that was not searched for its blocks yet.
         self._left: dict[bytes, int] = {}
-
-    @property
-    def num_withheld(self) -> int:
-        """Slots that hold no block, because engines may still copy to or from them."""
-        return len(self._hooks.withheld)
 
     def add_engine(self, number: int) -> EngineLeases:
         """Return the leases of an engine. If it is new here, its leases are read from the ledger."""
@@ -120,11 +104,9 @@ class NodeLeases:
         engine = self.engines[number] = EngineLeases(number, self.num_slots)
         ledger = self.ledger
         held = np.flatnonzero(ledger.readers & np.uint64(1 << number))
-        for request, slots in enumerate((held[ledger.state[held] == READY], held[ledger.state[held] != READY])):
-            if len(slots):
-                lease = engine.leases[request] = Lease()
-                lease.is_stale = request == 1
-                self._hold(engine, lease, [] if lease.is_stale else ledger.keys_of(slots), slots)
+        if len(held):
+            # The ledger does not name requests. The engine's greeting does, and then replaces this lease.
+            self._restore(engine, 0, held)
         for slot in np.flatnonzero((ledger.state == PENDING) & (ledger.writer == number)).tolist():
             (engine.writing[slot],) = ledger.keys_of([slot])
         return engine
@@ -134,41 +116,33 @@ class NodeLeases:
 
         ValueError: the list names slots that the engine does not hold. Nothing changes.
         """
-        withheld, writing = self._hooks.withheld, engine.writing
-        reads = [slot for _, slots, _ in requests for slot in slots]
-        writes = [slot for _, _, slots in requests for slot in slots if slot not in writing]
-        for slot in reads + writes:
-            if not (0 <= slot < self.num_slots and engine.counts[slot]) or (slot in writes and slot not in withheld):
-                raise ValueError(f"the engine does not hold slot {slot}")
+        writes = [slot for _, _, slots in requests for slot in slots]
+        for slot in (slot for _, slots, _ in requests for slot in slots):
+            if not (0 <= slot < self.num_slots and engine.counts[slot]):
+                raise ValueError(f"the engine does not read slot {slot}")
+        if not engine.writing.keys() >= {*writes}:
+            raise ValueError(f"the engine does not write each of slots {writes}")
         if len({request for request, _, _ in requests}) < len(requests) or len({*writes}) < len(writes):
             raise ValueError("the engine names a request, or a slot that it writes, twice")
         before, engine.leases = engine.leases, defaultdict(Lease)
-        for request, read, _ in requests:
-            if read:
-                lease = engine.leases[request] = Lease()
-                lease.is_stale = read[0] in withheld
-                if lease.is_stale:
-                    withheld.update(read)
-                self._hold(engine, lease, [] if lease.is_stale else self.ledger.keys_of(read), np.array(read, np.int64))
-        # The ledger marks a store from before a reset like a load. Only the engine's list shows the difference.
-        for slot in writes:
-            writing[slot] = b""
-            self._count(engine, np.array([slot]))
-            withheld[slot] += 1
+        # Hold the slots again before the old leases end, so that no slot is free in between.
+        for request, reads, _ in requests:
+            if reads:
+                self._restore(engine, request, np.array(reads, np.int64))
         for lease in before.values():
             self._release(engine, lease)
-        kept = {slot for _, _, slots in requests for slot in slots}
-        self._end_stores(engine, [slot for slot in writing if slot not in kept], None, False)
+        kept = {*writes}
+        self._end_stores(engine, [slot for slot in engine.writing if slot not in kept], None, False)
 
     def enter(self, engine: EngineLeases, epoch: bytes, is_reset: bool) -> None:
         """Begin an epoch for an engine, which sends its prompts again. ValueError: it is not an epoch."""
         if len(epoch) not in (0, EPOCH_BYTES):
             raise ValueError(f"an epoch has {EPOCH_BYTES} bytes, got {epoch!r}")
-        left = engine.epoch
+        last_epoch = engine.epoch
         engine.begin(epoch, is_reset)
         for lease in engine.leases.values():
             lease.keys.clear()
-        self._leave(left)
+        self._leave(last_epoch)
         self._left.pop(epoch, None)
 
     def _leave(self, epoch: bytes) -> None:
@@ -200,7 +174,7 @@ class NodeLeases:
         """Apply one message, and return the answer, if it has one. ValueError or struct.error: it is invalid."""
         op, request = frame.op, frame.request
         if op == protocol.ACQUIRE:
-            return self._acquire_one(engine, frame) if frame.flag == protocol.ONE_KEY else self._acquire(engine, frame)
+            return self._acquire(engine, frame)
         if op == protocol.OFFER:
             return self._offer(engine, frame)
         if op == protocol.RESET:
@@ -239,61 +213,41 @@ class NodeLeases:
         return lease
 
     def _acquire(self, engine: EngineLeases, frame: Frame) -> bytes:
-        """Look up the blocks of a prompt, and hold those that are ready: of one group the leading ones, else all."""
+        """Look up the blocks of a prompt, hold those that are ready, as far as the engine has room, and answer."""
         (start,) = struct.unpack_from("<I", frame.payload)
         lease = self._extend(engine, frame, 4)
-        keys = lease.keys[start:] if start else lease.keys
-        if lease.is_stale:
-            return self._answer(engine, lease, frame.request, [], [], ABSENT)
+        asked, ready, state = lease.keys[start:], list[bytes](), int(ABSENT)
         if frame.flag == protocol.HYBRID:
-            states = self.manager.pool.states(keys)
-            ready = [key for key, state in zip(keys, states, strict=True) if state == READY]
-            return self._answer(engine, lease, frame.request, keys, ready, ABSENT)
-        num_ready = self.manager.lookup(keys, lease.context)
-        if num_ready is None:
-            return self._answer(engine, lease, frame.request, [], [], ASK_AGAIN)
-        if num_ready == len(keys):
-            return self._answer(engine, lease, frame.request, keys, keys, ABSENT)
-        is_coming = self.manager.pool.states([keys[num_ready]]) == bytes([PENDING])
-        ready = keys[:num_ready]
-        return self._answer(engine, lease, frame.request, ready, ready, PENDING if is_coming else ABSENT)
-
-    def _acquire_one(self, engine: EngineLeases, frame: Frame) -> bytes:
-        """Look up one key of a prompt, in tiers, too."""
-        (place,) = struct.unpack("<I", frame.payload)
-        lease = self._extend(engine, frame, 4)
-        keys = [] if lease.is_stale else lease.keys[place : place + 1]
-        state: int = ABSENT
-        if keys and isinstance(self.manager, TieredOffloadingManager):
-            state = self.manager.status(keys[0], lease.context)
-        return self._answer(engine, lease, frame.request, keys, keys if state == READY else [], state)
-
-    def _answer(
-        self, engine: EngineLeases, lease: Lease, request: int, asked: list[bytes], keys: list[bytes], state: int
-    ) -> bytes:
-        """Hold ready blocks for a request, at most half of the pool for an engine, and return the answer.
-
-        `keys` are those of `asked` that are ready, `state` is that of the block behind them.
-        """
-        if lease.held_keys and keys:
-            held = set(lease.held_keys)
-            keys = [key for key in keys if key not in held]
+            states = self.manager.pool.states(asked)
+            ready = [key for key, found in zip(asked, states, strict=True) if found == READY]
+        elif frame.flag == protocol.ONE_KEY:
+            asked = asked[:1]
+            if asked and isinstance(self.manager, TieredOffloadingManager):
+                state = self.manager.status(asked[0], lease.context)
+            ready = asked if state == READY else []
+        elif (num_ready := self.manager.lookup(asked, lease.context)) is None:
+            state = ASK_AGAIN
+        else:
+            # The client waits for a block that another request is writing, and for no later one.
+            if self.manager.pool.states(asked[num_ready : num_ready + 1]) == bytes([PENDING]):
+                state = PENDING
+            asked = ready = asked[:num_ready]
+        held = {*lease.held_keys}
+        if held:
+            ready = [key for key in ready if key not in held]
         room = self._room(engine)
-        if len(keys) > room:
-            # Another request of the engine may hold a block already.
-            is_new = engine.counts[self.manager.pool.locate(keys)] == 0
+        if len(ready) > room:
+            # A block that another request of the engine holds already needs no room.
+            is_new = engine.counts[self.manager.pool.locate(ready)] == 0
             num_fit = int(np.count_nonzero(np.cumsum(is_new) <= room))
-            keys, state = keys[:num_fit], state if num_fit == len(keys) else ABSENT
-        if not keys:
-            return pack(protocol.HELD, state, request, struct.pack("<I", 0))
-        try:
-            slots = self.manager.prepare_load(keys, lease.context).block_ids  # type: ignore[attr-defined]
-        except KeyError:  # a reset is under way
-            return pack(protocol.HELD, ABSENT, request, struct.pack("<I", 0))
-        num_shared = self._hold(engine, lease, keys, slots, is_pinned=True)
+            ready, state = ready[:num_fit], state if num_fit == len(ready) else ABSENT
+        if not ready:
+            return pack(protocol.HELD, state, frame.request, struct.pack("<I", 0))
+        slots = self.manager.prepare_load(ready, lease.context).block_ids  # type: ignore[attr-defined]
+        num_shared = self._hold(engine, lease, ready, slots)
         engine.num_shared_hits += num_shared
-        payload = struct.pack("<I", num_shared) + _slots_of(asked, keys, slots)
-        return pack(protocol.HELD, state, request, payload)
+        payload = struct.pack("<I", num_shared) + _slots_of(asked, ready, slots)
+        return pack(protocol.HELD, state, frame.request, payload)
 
     def _room(self, engine: EngineLeases) -> int:
         """Return how many more slots an engine may hold or write: at most half of the pool in all.
@@ -302,7 +256,7 @@ class NodeLeases:
         copy, an engine would never release its slots from before the reset.
         """
         pool = self.manager.pool
-        num_left = self.num_slots - pool.num_referenced - pool.num_pending - self.num_withheld
+        num_left = self.num_slots - pool.num_referenced - pool.num_pending
         if engine.is_recovering():
             return min(self._limit, (num_left + 1) // 2)
         return min(self._limit - engine.num_held - len(engine.writing), num_left - self._reserve)
@@ -311,9 +265,9 @@ class NodeLeases:
         """Reserve slots for the absent blocks of a store."""
         offered, _ = unpack_keys(frame.payload, frame.key_bytes, epoch=engine.epoch)
         keys, lease = offered, engine.leases[frame.request]
-        output = None
-        room = self._room(engine)
+        output, room = None, self._room(engine)
         if engine.is_recovering():
+            # A part of the store is enough: its end returns the slots from before the reset.
             keys = keys[:room]
         if keys and len(keys) <= room:
             self._hooks.writer = engine.number
@@ -328,24 +282,22 @@ class NodeLeases:
         engine.writing.update(zip(slots.tolist(), output.keys_to_store, strict=True))
         return pack(protocol.SLOTS, 0, frame.request, _slots_of(offered, output.keys_to_store, slots))
 
-    def _end_stores(
-        self, engine: EngineLeases, slots: list[int], context: ReqContext | None, success: bool
-    ) -> None:
+    def _end_stores(self, engine: EngineLeases, slots: list[int], context: ReqContext | None, success: bool) -> None:
         """Commit or drop stores of an engine. ValueError: it does not write these slots."""
         if len(engine.writing.keys() & slots) < len(slots):
             raise ValueError(f"the engine does not write each of slots {slots}, once")
-        keys = [engine.writing.pop(slot) for slot in slots]
-        stale = [slot for slot, key in zip(slots, keys, strict=True) if not key]
-        if stale:
-            self._count(engine, np.array(stale), -1)
-            self.manager.pool.give_back(stale)
-        if len(stale) < len(slots):
-            self.manager.complete_store([key for key in keys if key] if stale else keys, context, success)
+        engine.old_writes.difference_update(slots)
+        if slots:
+            self.manager.complete_store([engine.writing.pop(slot) for slot in slots], context, success)
 
-    def _hold(self, engine: EngineLeases, lease: Lease, keys: list[bytes], slots: Any, is_pinned: bool = False) -> int:
-        """Record leases of slots; return how many hold a block that another engine wrote."""
-        if keys and not is_pinned:
-            self.manager.pool.pin(keys, is_move=True)
+    def _restore(self, engine: EngineLeases, request: int, slots: np.ndarray[Any, Any]) -> None:
+        """Hold slots for a request again, whose lease began with an earlier owner or connection."""
+        keys = self.ledger.keys_of(slots)
+        self.manager.pool.pin(keys, is_move=True)
+        self._hold(engine, engine.leases[request], keys, slots)
+
+    def _hold(self, engine: EngineLeases, lease: Lease, keys: list[bytes], slots: np.ndarray[Any, Any]) -> int:
+        """Record leases of pinned blocks; return how many of these blocks another engine wrote."""
         lease.held_keys = lease.held_keys + keys
         lease.held_slots = np.concatenate([lease.held_slots, slots]) if len(lease.held_slots) else slots
         return self._count(engine, slots)
@@ -361,31 +313,10 @@ class NodeLeases:
     def _release(self, engine: EngineLeases, lease: Lease) -> None:
         """Return the leases of a request."""
         slots, keys = lease.held_slots, lease.held_keys
-        if not len(slots):
-            return
-        lease.held_keys, lease.held_slots = [], slots[:0]
-        self._count(engine, slots, -1)
-        if lease.is_stale:
-            lease.is_stale = False
-            self.manager.pool.give_back(slots.tolist())
-        else:
+        if keys:
+            lease.held_keys, lease.held_slots = [], slots[:0]
+            self._count(engine, slots, -1)
             self.manager.complete_load(keys, lease.context)
-
-    def _leave_blocks(self) -> Counter[int]:
-        """Return how many leases hold each slot. They hold no block any more: the pool is being reset."""
-        num_leases: Counter[int] = Counter()
-        for engine in self.engines.values():
-            for lease in engine.leases.values():
-                lease.is_stale = len(lease.held_slots) > 0
-                num_leases.update(lease.held_slots.tolist())
-            for slot, key in engine.writing.items():
-                if key:
-                    self._count(engine, np.array([slot]))
-                    engine.writing[slot] = b""
-            num_leases.update(engine.writing.keys())
-            # Stores that ended since `forget`.
-            self.ledger.unread(np.flatnonzero(engine.counts == 0), engine.number)
-        return num_leases
 
 
 def _slots_of(asked: list[bytes], keys: list[bytes], slots: np.ndarray[Any, Any]) -> bytes:

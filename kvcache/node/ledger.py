@@ -12,7 +12,6 @@ import os
 import secrets
 import stat
 import struct
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -68,21 +67,13 @@ class Ledger:
     An existing file must be whole and of the same `identity`; `is_recovered` says whether there was one.
     """
 
-    readers: np.ndarray[Any, Any]
-    stamp: np.ndarray[Any, Any]
-    state: np.ndarray[Any, Any]
-    writer: np.ndarray[Any, Any]
-    key_bytes: np.ndarray[Any, Any]
-    key: np.ndarray[Any, Any]
-
     def __init__(self, path: Path, num_slots: int, identity: Mapping[str, Any]) -> None:
         text = json.dumps(identity, sort_keys=True).encode()
         if len(text) > _IDENTITY_BYTES:
             raise ValueError(f"the identity of a pool must have at most {_IDENTITY_BYTES} bytes, got {len(text)}")
         num_bytes = _FIRST_SLOT + _SLOT_BYTES * num_slots
         self.is_recovered = path.exists()
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(path, flags, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             if not self.is_recovered:
                 os.posix_fallocate(fd, 0, num_bytes)
@@ -91,7 +82,8 @@ class Ledger:
             os.close(fd)
         self.names = np.frombuffer(self._mapping, "V32", MAX_ENGINES, _FIRST_NAME)
         self.processes = np.frombuffer(self._mapping, _PROCESS, MAX_PROCESSES, _FIRST_PROCESS)
-        vars(self).update(_slot_fields(self._mapping, num_slots))
+        fields = _slot_fields(self._mapping, num_slots)
+        self.readers, self.stamp, self.state, self.writer, self.key_bytes, self.key = fields.values()
         if not self.is_recovered:
             # The magic is written last: if the owner is killed before, the file is not read as a ledger.
             self._mapping[_HEAD.size : _HEAD.size + len(text)] = text
@@ -106,7 +98,8 @@ class Ledger:
 
     def begin(self, slots: Any, keys: list[bytes], writer: int) -> None:
         """Record that slots belong to a writer, which fills them with the blocks of `keys`."""
-        self.state[slots] = ABSENT  # so that a kill within the next lines leaves no half key
+        # First, so that a kill within the next lines leaves no half key.
+        self.state[slots] = ABSENT
         self.readers[slots] = 0
         self.key[slots] = np.frombuffer(b"".join(key.ljust(MAX_KEY_BYTES, b"\0") for key in keys), self.key.dtype)
         self.key_bytes[slots] = [len(key) for key in keys]
@@ -122,10 +115,6 @@ class Ledger:
         """Record a use of slots."""
         self.clock += 1
         self.stamp[slots] = self.clock
-
-    def unread(self, slots: Any, engine: int) -> None:
-        """Record that an engine holds slots no longer."""
-        self.readers[slots] &= ~np.uint64(1 << engine)
 
     def slots_of(self, epoch: bytes, first: int, num_slots: int) -> Any:
         """Return those of `num_slots` slots from `first` on that hold ready blocks of an epoch."""
@@ -164,7 +153,7 @@ class Ledger:
     def drop_dead(self, living: Collection[int]) -> None:
         """Forget all engines but the living ones, and their leases."""
         self.readers &= np.uint64(sum(1 << engine for engine in living))
-        self.readers[self.state == PENDING] = 0  # a reset was interrupted
+        self.readers[self.state != READY] = 0  # only a damaged ledger has such leases
         self.writer[~np.isin(self.writer, [*living])] = OWNER
         for engine in set(range(MAX_ENGINES)).difference(living):
             if self.names[engine].item().strip(b"\0"):
@@ -235,19 +224,16 @@ def read_ledger(path: Path) -> LedgerFile:
 class PoolLedger:
     """Wraps a `BlockPool`, whose block ids are slots, so that each change of its blocks reaches the ledger first.
 
-    `leased` returns how many leases of clients hold each slot. After a reset these slots are withheld, until each lease
-    has given them back. `writer` is the engine whose message is applied.
+    `writer` is the engine whose message is applied.
     """
 
-    names: Collection[str] = ("prepare_store", "reserve", "commit", "abort", "reset", "withhold", "give_back")
+    names: Collection[str] = ("prepare_store", "reserve", "commit", "abort")
 
-    def __init__(self, pool: Any, ledger: Ledger, leased: Callable[[], Counter[int]]) -> None:
+    def __init__(self, pool: Any, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._leased = leased
         self._pool = pool
         self.writer = OWNER
-        self.withheld: Counter[int] = Counter()
-        self.pending: dict[bytes, int] = {}
+        self._pending: dict[bytes, int] = {}
         if ledger.is_recovered:
             self._recover()
         Watch.of(pool).add(self)
@@ -256,16 +242,16 @@ class PoolLedger:
         """Return the callable for a bound method of the pool."""
         if name in ("commit", "abort"):
             return partial(self._end, READY if name == "commit" else ABSENT, method)
-        return partial(getattr(self, "_reserve" if name == "prepare_store" else f"_{name}"), method)
+        return partial(self._reserve, method)
 
     def _recover(self) -> None:
         """Give the empty pool the blocks of the ledger, each in its slot and in the order of their last uses.
 
-        Unfinished stores of engines in the ledger stay reserved. Slots that engines hold without a block are withheld.
+        Unfinished stores of engines in the ledger stay reserved.
         """
         ledger, pool = self._ledger, self._pool
         ledger.state[(ledger.state == PENDING) & (ledger.writer == OWNER)] = ABSENT
-        # An empty pool hands out its slots in ascending order, so each slot before the last block gets a key.
+        # An empty pool hands out its slots in ascending order, so each slot before the last block needs a key.
         slots = range(int(np.flatnonzero(ledger.state).max(initial=-1)) + 1)
         states = ledger.state[: len(slots)].tolist()
         keys = [key if states[i] else b"empty slot %d" % i for i, key in enumerate(ledger.keys_of(slots))]
@@ -275,7 +261,7 @@ class PoolLedger:
                 raise RuntimeError(f"the policy did not take back the {len(keys)} blocks of the ledger")
             pool.abort([key for key, state in zip(keys, states, strict=True) if state == ABSENT], is_move=True)
             pool.commit([key for key, state in zip(keys, states, strict=True) if state == READY], is_move=True)
-        self.pending = {key: slot for slot, key in enumerate(keys) if states[slot] == PENDING}
+        self._pending = {key: slot for slot, key in enumerate(keys) if states[slot] == PENDING}
         # The blocks of one message have one stamp: a request uses them again, the oldest ones first.
         ready = np.flatnonzero(ledger.state == READY)
         ready = ready[np.argsort(ledger.stamp[ready], kind="stable")]
@@ -283,43 +269,17 @@ class PoolLedger:
             req_context = ReqContext()
             pool.touch([keys[slot] for slot in run.tolist()], req_context)
             pool.end_request(req_context)
-        held = np.flatnonzero((ledger.readers != 0) & (ledger.state == ABSENT)).tolist()
-        self._withhold_leased({slot: int(ledger.readers[slot]).bit_count() for slot in held})
-
-    def _withhold_leased(self, num_leases: Mapping[int, int]) -> None:
-        """Withhold free slots that clients hold without a block, each until its last lease has given it back."""
-        self._pool.withhold(sorted(num_leases))
-        self.withheld = Counter(num_leases)
 
     def _reserve(self, method: Callable[..., Any], *args: Any, **options: Any) -> PrepareStoreOutput | None:
         output: PrepareStoreOutput | None = method(*args, **options)
         if output is not None and output.keys_to_store:
             slots = output.store_spec.block_ids  # type: ignore[attr-defined]
             self._ledger.begin(slots, output.keys_to_store, self.writer)
-            self.pending.update(zip(output.keys_to_store, slots.tolist(), strict=True))
+            self._pending.update(zip(output.keys_to_store, slots.tolist(), strict=True))
         return output
 
     def _end(self, state: int, method: Callable[..., Any], keys: list[bytes], *args: Any, **options: Any) -> Any:
-        slots = [self.pending.pop(key) for key in keys if key in self.pending]
+        slots = [self._pending.pop(key) for key in keys if key in self._pending]
         if slots:
             self._ledger.end(slots, state)
         return method(keys, *args, **options)
-
-    def _reset(self, method: Callable[[], None]) -> None:
-        method()
-        self.pending.clear()
-        self.withheld.clear()
-        self._ledger.state[:] = ABSENT
-        self._withhold_leased(self._leased())
-
-    def _withhold(self, method: Callable[[list[int]], None], slots: list[int]) -> None:
-        # A tier and clients may hold one slot.
-        method([slot for slot in slots if not self.withheld[slot]])
-        self.withheld.update(slots)
-
-    def _give_back(self, method: Callable[[list[int]], None], slots: list[int]) -> None:
-        self.withheld.subtract(slots)
-        free = [slot for slot in dict.fromkeys(slots) if self.withheld[slot] <= 0]
-        for slot in free:
-            del self.withheld[slot]
-        method(free)

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +35,6 @@ _MAX_UNSENT_BYTES = 4 << 20
 _OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
 
 
-class LinkState(Enum):
-    """Whether a client may send messages."""
-
-    CLOSED = auto()
-    GREETED = auto()
-    """The owner has not answered the greeting yet."""
-    READY = auto()
-
-
 class Link:
     """A connection to the owner of a folder's pool. `hello` identifies the client.
 
@@ -60,7 +50,8 @@ class Link:
         self._patience_s = patience_s
         self._sock: socket.socket | None = None
         self._reader = FrameReader()
-        self._state = LinkState.CLOSED
+        self.is_ready = False
+        """Whether the owner has welcomed the client."""
         self._unsent: list[bytes] = []
         self._num_unsent_bytes = 0
         # Number of late answers. The owner answers in order, so these arrive before any other.
@@ -74,14 +65,9 @@ class Link:
         self._is_reported = False
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the owner has welcomed the client."""
-        return self._state is LinkState.READY
-
-    @property
     def is_open(self) -> bool:
         """Whether there is a connection, welcomed or not."""
-        return self._state is not LinkState.CLOSED
+        return self._sock is not None
 
     @property
     def is_answering(self) -> bool:
@@ -175,8 +161,7 @@ class Link:
             sock.connect(str(self.folder / "socket"))
             payload = json.dumps({**self.hello, "leases": leases}).encode()
             sock.setblocking(True)
-            for option, seconds in ((socket.SO_SNDTIMEO, _SEND_S), (socket.SO_RCVTIMEO, self._patience_s)):
-                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)))
+            _set_timeout(sock, socket.SO_SNDTIMEO, _SEND_S)
             frame = pack(protocol.HELLO, 0, 0, payload)
             sent = socket.send_fds(sock, [frame], [pidfd])
             sock.sendall(frame[sent:])
@@ -186,7 +171,7 @@ class Link:
             raise
         finally:
             os.close(pidfd)
-        self._sock, self._reader, self._state = sock, FrameReader(), LinkState.GREETED
+        self._sock, self._reader = sock, FrameReader()
         self._unsent.clear()
         self._num_unsent_bytes = self._num_late = 0
 
@@ -208,8 +193,8 @@ class Link:
                 spawn_owner(self.folder)
             return None
         if frame is not None:
-            self._state = LinkState.READY
-            if frame.op == protocol.REFUSED:
+            self.is_ready = frame.op != protocol.REFUSED
+            if not self.is_ready:
                 self.close()
         return frame
 
@@ -221,20 +206,28 @@ class Link:
         while True:
             for frame in self._reader.feed(data):
                 return frame
+            # A part of an answer may have arrived, and the rest may wait only for as long as is left.
+            left_s = end_s - time.monotonic()
+            if left_s > 0:
+                _set_timeout(self._sock, socket.SO_RCVTIMEO, left_s)
             try:
-                data = self._sock.recv(1 << 16, 0 if timeout_s else socket.MSG_DONTWAIT)
-                if not data:
-                    raise ConnectionResetError("the owner has ended")
+                data = self._sock.recv(1 << 16, 0 if left_s > 0 else socket.MSG_DONTWAIT)
             except BlockingIOError:
-                data = b""
-            if not data and time.monotonic() >= end_s:
                 return None
+            if not data:
+                raise ConnectionResetError("the owner has ended")
 
     def close(self) -> None:
         """Close the connection; the owner keeps the leases."""
         if self._sock is not None:
             self._sock.close()
-        self._sock, self._state = None, LinkState.CLOSED
+        self._sock, self.is_ready = None, False
+
+
+def _set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
+    """Limit how long one call sends or receives. The kernel reads 0 as no limit."""
+    whole_s, part_us = divmod(max(1, int(seconds * 1e6)), 10**6)
+    sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole_s, part_us))
 
 
 def ask_owner(folder: Path) -> dict[str, Any]:
@@ -276,7 +269,7 @@ def connect(link: Link) -> dict[str, Any]:
         while time.monotonic() < end_s:
             frame = link.meet([], _START_TIMEOUT_S)
             if frame is None:
-                if isinstance(link.fault, OSError) and link.fault.errno in _OWN_FAULTS:
+                if link.fault is not None and link.fault.errno in _OWN_FAULTS:
                     raise ValueError(f"no connection to the pool in {link.folder}: {link.fault.strerror}")
                 # An owner that is ending may still have the folder's lock.
                 time.sleep(0.01)

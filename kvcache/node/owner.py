@@ -46,6 +46,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, max_bytes: int) -> None:
         self.sock = sock
+        self.pid, self.uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self.reader = FrameReader(max_bytes)
         self.outbox = b""
         self.pidfd = -1
@@ -63,10 +64,10 @@ class NodePool:
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self.identity, self.options = dict(identity), dict(options)
-        self._paths = folder / "pool", folder / "ledger"
-        num_blocks, block_bytes, block_size = (identity[name] for name in ("num_blocks", "block_bytes", "block_size"))
+        self._paths = pool_path, ledger_path = folder / "pool", folder / "ledger"
+        sizes = {name: identity[name] for name in ("num_blocks", "block_bytes", "block_size")}
+        num_blocks, block_bytes = sizes["num_blocks"], sizes["block_bytes"]
         settings = OffloadSettings.parse_part(options)
-        pool_path, ledger_path = self._paths
         reason, old_identity, self.processes = read_ledger(ledger_path)
         if not reason and (problems := differences(old_identity, self.identity)):
             # Living engines map the old memory and would read the blocks of another model from it.
@@ -90,15 +91,9 @@ class NodePool:
             self.ledger = Ledger(ledger_path, num_blocks, self.identity)
             engines = {process.engine for process in self.processes}
             self.ledger.drop_dead(engines)
-            self.manager = open_manager(
-                settings,
-                block_size=block_size,
-                num_blocks=num_blocks,
-                shared=self.shared if settings.tiers else None,
-                fingerprint=self.identity,
-                block_bytes=block_bytes,
-                labels={"engine": folder.name},
-            )
+            shared = self.shared if settings.tiers else None
+            labels = {"engine": folder.name}
+            self.manager = open_manager(settings, **sizes, shared=shared, fingerprint=self.identity, labels=labels)
             self.has_tiers = isinstance(self.manager, TieredOffloadingManager)
             stack.callback(self.close)
             self.leases = NodeLeases(self.manager, self.ledger)
@@ -132,9 +127,7 @@ class Owner:
     ValueError: another owner serves this folder.
     """
 
-    def __init__(
-        self, folder: Path, options: Mapping[str, Any] | None = None, linger_s: float | None = LINGER_S
-    ) -> None:
+    def __init__(self, folder: Path, options: Mapping[str, Any] | None = None, linger_s: float | None = LINGER_S):
         self.folder = folder
         try:
             # Another owner that looks for dead pools may hold the lock for a moment.
@@ -175,7 +168,7 @@ class Owner:
         self.close()
 
     def stop(self, *_: object) -> None:
-        """End soon; the files stay for the next owner."""
+        """End after the current step. The files stay for the next owner."""
         self._is_stopping = True
 
     def retire(self, *_: object) -> None:
@@ -184,18 +177,20 @@ class Owner:
 
     def step(self, timeout_s: float) -> None:
         """Handle the messages that have arrived, or arrive within `timeout_s`."""
-        for fd, _ in self._poll.poll(timeout_s):
-            source = self._by_fd.get(fd)
+        for fd, source in [(fd, self._by_fd.get(fd)) for fd, _ in self._poll.poll(timeout_s)]:
             if fd == self._listener.fileno():
                 self._accept()
+            elif self._by_fd.get(fd) is not source:
+                # An event before this one closed the descriptor, and its number is in use again, maybe for a process.
+                continue
             elif isinstance(source, Process):
                 self._on_process_end(fd, source)
             elif source is not None:
                 self._serve(source)
         if self.pool is not None:
             self.pool.leases.step()
-        if self.pool is not None and self.pool.has_tiers:
-            self.pool.manager.on_schedule_end()
+            if self.pool.has_tiers:
+                self.pool.manager.on_schedule_end()
         if self._living_engines():
             self._last_use_s = time.monotonic()
 
@@ -216,15 +211,12 @@ class Owner:
 
     def parts(self) -> list[Part]:
         """Return the statistics of the owner, and of what each engine holds. May be called from any thread."""
-        withheld = 0 if self.pool is None else self.pool.leases.num_withheld
-        parts = [Part("owner", OwnerStats(**self.stats, withheld_blocks=withheld))]
-        if self.pool is not None:
-            processes = [source for source in list(self._by_fd.values()) if isinstance(source, Process)]
-            pids = {process.engine: str(process.pid) for process in processes if process.rank < 0}
-            for engine in list(self.pool.leases.engines.values()):
-                counts = engine.num_shared_hits, engine.num_round_trips, engine.num_outages
-                stats = EngineStats(pids.get(engine.number, ""), engine.num_held, len(engine.writing), *counts)
-                parts.append(Part("engine", stats, (("number", str(engine.number)),)))
+        parts = [Part("owner", OwnerStats(**self.stats))]
+        pids = {process.engine: str(process.pid) for process in self._processes() if process.rank < 0}
+        for engine in [] if self.pool is None else list(self.pool.leases.engines.values()):
+            counts = engine.num_shared_hits, engine.num_round_trips, engine.num_outages
+            stats = EngineStats(pids.get(engine.number, ""), engine.num_held, len(engine.writing), *counts)
+            parts.append(Part("engine", stats, (("number", str(engine.number)),)))
         return parts
 
     def _end_unless_used(self) -> None:
@@ -278,14 +270,12 @@ class Owner:
     def _serve(self, connection: Connection) -> None:
         """Apply the messages of one client. An invalid one costs the client its connection, never its leases."""
         try:
-            if connection.engine is None:
-                data, fds, _, _ = socket.recv_fds(connection.sock, 1 << 16, 1)
-                for fd in fds:
-                    if connection.pidfd >= 0:
-                        os.close(connection.pidfd)
-                    connection.pidfd = fd
-            else:
-                data = connection.sock.recv(1 << 16)
+            data, fds, _, _ = socket.recv_fds(connection.sock, 1 << 16, 1)
+            for fd in fds:
+                # A client may send any number of descriptors. Keep one.
+                connection.pidfd, old_fd = fd, connection.pidfd
+                if old_fd >= 0:
+                    os.close(old_fd)
             if not data:
                 self.stats["dropped_clients"] += not connection.has_greeted
                 return self._drop(connection)
@@ -315,11 +305,11 @@ class Owner:
 
     def _figures(self) -> dict[str, Any]:
         figures = {"pid": os.getpid(), "options": self._options, **self.stats}
-        if self.pool is None:
-            return figures
-        manager = self.pool.manager.stats()
-        names = "num_blocks", "num_free", "num_referenced", "num_pending", "loaded_blocks", "stored_blocks"
-        return {**figures, "options": self.pool.options, **{name: getattr(manager, name) for name in names}}
+        if self.pool is not None:
+            manager, figures["options"] = self.pool.manager.stats(), self.pool.options
+            for name in ("num_blocks", "num_free", "num_referenced", "num_pending", "loaded_blocks", "stored_blocks"):
+                figures[name] = getattr(manager, name)
+        return figures
 
     def _send(self, connection: Connection, data: bytes) -> None:
         data = connection.outbox + data
@@ -347,8 +337,18 @@ class Owner:
         if connection.pidfd >= 0:
             os.close(connection.pidfd)
 
+    def _drop_connections(self, engine: EngineLeases, pid: int = -1) -> None:
+        """Drop the connections of an engine, and those of a process that has not greeted in them."""
+        for source in list(self._by_fd.values()):
+            if isinstance(source, Connection) and (
+                source.engine is engine or (source.pid == pid and not source.has_greeted)
+            ):
+                self._drop(source)
+
     def _greet(self, connection: Connection, frame: Frame) -> bytes:
         """Admit a process of an engine, or refuse it with each reason."""
+        if connection.engine is not None:
+            raise ValueError("it greets a second time")
         connection.has_greeted = True
         hello, requests = unpack_hello(frame.payload)
         try:
@@ -364,10 +364,8 @@ class Owner:
         if hello["rank"] < 0:
             leases = self.pool.leases
             engine = leases.add_engine(number)
-            for other in list(self._by_fd.values()):
-                # Messages that it sent before it lost the connection must not apply after its own list.
-                if isinstance(other, Connection) and other.engine is engine and other is not connection:
-                    self._drop(other)
+            # What it sent in older connections, be it a part of a greeting, must not apply after its list of leases.
+            self._drop_connections(engine, connection.pid)
             leases.resume(engine, requests if is_known else [])
             leases.enter(engine, bytes.fromhex(hello["epoch"]), bool(hello.get("is_reset")))
             connection.engine, engine.num_outages = engine, int(hello.get("outages", 0))
@@ -378,9 +376,9 @@ class Owner:
 
     def _admit(self, connection: Connection, hello: Mapping[str, Any]) -> tuple[int, bool]:
         """Return the number of an engine, and whether this process of it is known. ValueError: it is refused."""
-        pid, uid, _ = struct.unpack("3i", connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid != os.geteuid():
-            raise ValueError(f"the pool belongs to user {os.geteuid()}, this process to user {uid}")
+        pid = connection.pid
+        if connection.uid != os.geteuid():
+            raise ValueError(f"the pool belongs to user {os.geteuid()}, this process to user {connection.uid}")
         if connection.pidfd < 0 or _pid_of(connection.pidfd) != pid:
             raise ValueError("engines and owner must share a pid namespace: the process of this engine is not visible")
         self._check_pool(hello)
@@ -391,7 +389,7 @@ class Owner:
         number = names.index(name) if name in names else names.index(b"\0" * 32) if b"\0" * 32 in names else -1
         if number < 0:
             raise ValueError(f"{MAX_ENGINES} engines use this pool, and no more can")
-        members = [source for source in self._by_fd.values() if isinstance(source, Process) and source.engine == number]
+        members = [process for process in self._processes() if process.engine == number]
         is_known = any((member.pid, member.rank) == (pid, rank) for member in members)
         # A client that was welcomed before names the pool, and has leases. A second one of the process has none.
         if hello.get("pool_id") not in (None, ledger.pool_id if is_known else None):
@@ -403,10 +401,8 @@ class Owner:
             if taken := [member.pid for member in members if member.rank == rank]:
                 raise ValueError(f"engine {hello['engine']!r} still runs as process {taken[0]}")
             ranks = set(range(min(hello["num_workers"], MAX_PROCESSES)))
-            if missing := ranks.difference(member.rank for member in members):
-                raise ValueError(
-                    f"the workers of ranks {sorted(missing)} do not map this pool: one machine, one node_pool"
-                )
+            if missing := sorted(ranks.difference(member.rank for member in members)):
+                raise ValueError(f"the workers of ranks {missing} do not map this pool: one machine, one node_pool")
             # In the ledger before the answer: the next owner must know each process that may hold leases.
             # Write the name first: the next owner forgets a name without a process.
             process = Process(pid, number, rank)
@@ -423,9 +419,8 @@ class Owner:
         problems = [] if self.pool is None else differences(self.pool.identity, identity)
         expected = self._options if self.pool is None else self.pool.options
         problems += [] if expected is None else differences(expected, options)
-        if hello["version"] != protocol.VERSION:
-            text = f"the owner speaks version {protocol.VERSION} of the protocol, this engine {hello['version']!r}"
-            problems.append(text)
+        if hello["version"] != (version := protocol.VERSION):
+            problems.append(f"the owner speaks version {version} of the protocol, this engine {hello['version']!r}")
         if problems and self._options is None and not self._living_engines():
             # The configuration was changed while no engine ran. The engine starts the next owner.
             _LOG.info("ends for an engine of another configuration: %s", "; ".join(problems))
@@ -454,8 +449,11 @@ class Owner:
         self._poll.register(pidfd, select.EPOLLIN)
         self._last_use_s = time.monotonic()
 
+    def _processes(self) -> list[Process]:
+        return [source for source in list(self._by_fd.values()) if isinstance(source, Process)]
+
     def _living_engines(self) -> set[int]:
-        return {source.engine for source in self._by_fd.values() if isinstance(source, Process)}
+        return {process.engine for process in self._processes()}
 
     def _on_process_end(self, fd: int, process: Process) -> None:
         """Bury an engine when its last process has ended: then nothing copies to or from its slots."""
@@ -469,10 +467,8 @@ class Owner:
         if number in self._living_engines():
             return
         engine = pool.leases.add_engine(number)
-        for other in list(self._by_fd.values()):
-            # Messages of a dead engine would apply to slots that belong to others by then.
-            if isinstance(other, Connection) and other.engine is engine:
-                self._drop(other)
+        # Messages of a dead engine would apply to slots that belong to others by then.
+        self._drop_connections(engine)
         pool.leases.bury(number)
         self.stats["ended_engines"] += 1
         _LOG.info("engine %d has ended", number)

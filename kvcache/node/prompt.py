@@ -41,18 +41,9 @@ class Phase(Enum):
 class Prompt:
     """The blocks of one request, whose number is `number`.
 
-    Parameters
-    ----------
-    is_hybrid : bool
-        Whether the model has several KV-cache groups. Then a look-up skips blocks, and holds all that are ready.
-    asks_tiers : bool
-        Whether a hybrid model's blocks may also lie in a tier. Then the owner is asked for each block that is not held.
+    With `is_hybrid`, the model has several KV-cache groups: a look-up skips blocks, and holds all that are ready. With
+    `asks_tiers`, a tier may have such blocks, too: the owner is asked for each block that is not held.
     """
-
-    __slots__ = (
-        *("asks_tiers", "coming", "end", "end_positions", "first", "held", "is_hybrid", "keys", "num_loads", "number"),
-        *("phase", "places", "since_s", "writing"),
-    )
 
     def __init__(self, number: int, is_hybrid: bool = False, asks_tiers: bool = False) -> None:
         self.number, self.is_hybrid, self.asks_tiers = number, is_hybrid, asks_tiers
@@ -84,7 +75,7 @@ class Prompt:
             if self.phase is Phase.ANSWERED:
                 return ABSENT
             if self.phase is Phase.WAITING and key != self.first:
-                # Later look-ups may begin behind `first`: each of them asks again for the block.
+                # The next look-up asks again when it reaches this block, even if it begins behind `first`.
                 self.phase = Phase.REPORTED
                 return self.coming
             return None
@@ -110,16 +101,11 @@ class Prompt:
         except ValueError:
             return ABSENT
         start = 0 if self.is_hybrid else max(0, self._place(key))
-        flag = protocol.HYBRID if self.is_hybrid else 0
-        answer = link.ask(protocol.ACQUIRE, flag, self.number, struct.pack("<I", start) + payload, num_bytes)
+        answer = self._ask(link, protocol.HYBRID if self.is_hybrid else 0, start, payload, num_bytes)
         if answer is None:
-            self._miss(link)
             return ABSENT
-        num_asked = len(answer.payload) // 4 - 1
-        if self._hold(link, start, answer.payload) == num_asked:
-            start += num_asked
+        state, start = answer
         self.end = next((later for later in islice(self.keys, start, None) if later not in self.held), None)
-        state = self._awaited(answer.flag)
         if state != ABSENT:
             self.coming = state
             self.phase = Phase.REPORTED if key == self.end else Phase.WAITING
@@ -160,34 +146,33 @@ class Prompt:
 
     def _acquire_one(self, link: Link, key: bytes) -> int:
         """Ask for one block of a hybrid model, which a tier may hold. A look-up that skips blocks awaits no other."""
-        place = self._place(key)
-        answer = link.ask(protocol.ACQUIRE, protocol.ONE_KEY, self.number, struct.pack("<I", place))
-        if answer is None:
-            self._miss(link)
-            return ABSENT
-        self._hold(link, place, answer.payload)
-        return READY if key in self.held else self._awaited(answer.flag)
+        answer = self._ask(link, protocol.ONE_KEY, self._place(key))
+        return READY if key in self.held else ABSENT if answer is None else answer[0]
 
-    def _miss(self, link: Link) -> None:
-        """Release the blocks that a late answer will hold. The next look-up asks again.
+    def _ask(
+        self, link: Link, flag: int, start: int, payload: bytes = b"", num_bytes: int = 0
+    ) -> tuple[int, int] | None:
+        """Ask for the blocks from the place `start` on, and hold those that the owner finds.
 
-        If an earlier answer holds blocks, keep all: the engine may be about to load them. They are released together.
+        Return the state of the next block, and from which place on blocks may not be held; None without an answer.
         """
-        if not self.held.keys:
-            self.release(link)
-
-    def _hold(self, link: Link, start: int, payload: bytes) -> int:
-        """Hold the blocks of an answer, which are asked from `start` on; return their number."""
-        link.counts["shared_hit_blocks"] += struct.unpack_from("<I", payload)[0]
-        return self.held.add(self.keys[start : start + len(payload) // 4 - 1], payload[4:])
-
-    def _awaited(self, state: int) -> int:
-        """Return a state, but ABSENT if the request has waited long enough for another one's store."""
+        answer = link.ask(protocol.ACQUIRE, flag, self.number, struct.pack("<I", start) + payload, num_bytes)
+        if answer is None:
+            # The late answer will hold blocks, so release them. But if an earlier answer holds some, the engine may be
+            # about to load these: then all are released after the load.
+            if not self.held.keys:
+                self.release(link)
+            return None
+        link.counts["shared_hit_blocks"] += struct.unpack_from("<I", answer.payload)[0]
+        end = start + len(answer.payload) // 4 - 1
+        if self.held.add(self.keys[start:end], answer.payload[4:]) == end - start:
+            start = end
+        state = answer.flag
         if state == PENDING:
             self.since_s = self.since_s or time.monotonic()
             if time.monotonic() - self.since_s > _MAX_PENDING_S:
-                return ABSENT
-        return state if state in (PENDING, ASK_AGAIN) else ABSENT
+                return ABSENT, start
+        return state if state in (PENDING, ASK_AGAIN) else ABSENT, start
 
     def _unsent_keys(self, keys: Collection[bytes]) -> tuple[bytes, int]:
         """Return the keys of the prompt that the owner does not know yet, packed; the end positions if they are known.

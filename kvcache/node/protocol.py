@@ -110,11 +110,11 @@ def unpack_keys(
 
 
 def unpack_slots(payload: bytes) -> list[int]:
-    """Return the slots of STORED. ValueError or struct.error: the payload has another length."""
-    (num_slots,) = struct.unpack_from("<I", payload)
-    if len(payload) != 4 + 4 * num_slots:
-        raise ValueError(f"a list of {num_slots} slots has {len(payload)} bytes")
-    slots: list[int] = np.frombuffer(payload, "<i4", num_slots, 4).tolist()
+    """Return the slots of STORED. ValueError: the payload has another length."""
+    slots: list[int]
+    num_slots, *slots = np.frombuffer(payload, "<i4").tolist()
+    if num_slots != len(slots):
+        raise ValueError(f"a list of {num_slots} slots has {len(slots)}")
     return slots
 
 
@@ -138,13 +138,9 @@ def unpack_hello(payload: bytes) -> tuple[dict[str, Any], list[tuple[int, list[i
 
 def differences(of_pool: Mapping[str, Any], of_engine: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each name whose value differs between a pool and an engine."""
-    names = sorted({*of_pool, *of_engine})
-    shown_pool, shown_engine = without_secrets(dict(of_pool)), without_secrets(dict(of_engine))
-    return [
-        f"{name}: the pool has {shown_pool.get(name)!r:.200}, this engine {shown_engine.get(name)!r:.200}"
-        for name in names
-        if of_pool.get(name) != of_engine.get(name)
-    ]
+    pool, engine = without_secrets(dict(of_pool)), without_secrets(dict(of_engine))
+    names = sorted(name for name in {*of_pool, *of_engine} if of_pool.get(name) != of_engine.get(name))
+    return [f"{name}: the pool has {pool.get(name)!r:.200}, this engine {engine.get(name)!r:.200}" for name in names]
 
 
 def check_name(name: object) -> None:
@@ -153,28 +149,28 @@ def check_name(name: object) -> None:
         raise ValueError(f"node_pool must be true or a name of 1 to 64 of A-Z, a-z, 0-9 and '._-', got {name!r}")
 
 
-def node_folder(name: str, parent: Path = Path("/dev/shm")) -> Path:
+def node_folder(name: str) -> Path:
     """Return the private folder of a node's pool; create it if it is missing.
 
     ValueError: the name is invalid, or the folder belongs to another user, is open to others, or is not a folder.
     """
     check_name(name)
-    return make_private(private_folder(parent) / f"node-{name}")
+    return make_private(private_folder() / f"node-{name}")
 
 
-def lock_file(path: Path, timeout_s: float | None = None) -> int:
+def lock_file(path: Path, timeout_s: float = math.inf) -> int:
     """Create and lock a file, and return its file descriptor. BlockingIOError: another process has the lock for longer.
 
     The file and its folder may be removed meanwhile: then another file is locked.
     """
-    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    end_s = time.monotonic() + timeout_s
     while True:
         path.parent.mkdir(0o700, exist_ok=True)
         fd = -1
         with suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | (0 if timeout_s is None else fcntl.LOCK_NB))
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(fd), path.lstat()):
                     return fd
             except BlockingIOError:

@@ -64,14 +64,10 @@ class Node:
             keys = ledger.keys_of(slots)
             assert [block.block_id for block in map(pool.policy.get, keys)] == slots
             assert pool.states(keys) == bytes([state]) * len(keys)
-        num_blocks = sum(ledger.state != 0) + pool.num_free
-        assert num_blocks + len(self.leases._hooks.withheld) == pool.num_blocks
+        assert sum(ledger.state != 0) + pool.num_free == pool.num_blocks
         for engine in self.leases.engines.values():
             held = {slot for lease in engine.leases.values() for slot in lease.held_slots.tolist()}
-            stale = {slot for slot, key in engine.writing.items() if not key}
-            assert {slot for slot in range(pool.num_blocks) if int(ledger.readers[slot]) >> engine.number & 1} == (
-                held | stale
-            )
+            assert {slot for slot in range(pool.num_blocks) if int(ledger.readers[slot]) >> engine.number & 1} == held
 
     def close(self):
         for manager in self.managers:

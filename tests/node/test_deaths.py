@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 from node_harness import BLOCK_BYTES, prompt, turn
@@ -103,6 +104,26 @@ def test_dead_engine_keeps_slots_for_worker(node):
     assert engine.lookup(*prompt(1, 8)) == 8
     engine.owner_figures()
     node.check()
+
+
+def test_reused_descriptor_ends_no_engine(node, monkeypatch):
+    """Before the second event is handled, its descriptor is closed, and a living engine's process gets the number."""
+    node = node(64)
+    node.engine("a")
+    node.stop()
+    owner, served = node.owner, []
+
+    def serve(source):
+        served.append(source)
+        owner._by_fd[101] = Process(os.getpid(), 0, -1)
+
+    monkeypatch.setattr(owner, "_serve", serve)
+    monkeypatch.setattr(owner, "_by_fd", {100: "first", 101: "second"})
+    monkeypatch.setattr(owner, "_poll", SimpleNamespace(poll=lambda _: [(100, 1), (101, 1)]))
+    owner.step(0)
+    assert (served, owner._living_engines()) == (["first"], {0})
+    monkeypatch.undo()
+    node.start()
 
 
 @pytest.mark.parametrize("owner_ends", [False, True])

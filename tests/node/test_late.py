@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -13,6 +15,7 @@ import pytest
 from node_harness import gated, key_of, prompt, turn, wait_for
 
 from kvcache import ReqContext
+from kvcache.node import protocol
 from kvcache.node.client import NodeManager, greeting
 from kvcache.node.protocol import node_folder
 
@@ -83,6 +86,28 @@ def test_late_hybrid_blocks_return(node):
     assert engine.owner_figures()["num_referenced"] == 3
     engine.complete_load(keys[:2], context)
     assert engine.owner_figures()["num_referenced"] == 0
+
+
+def test_part_of_answer_ends_no_wait(node):
+    """An owner sends its answer byte by byte: the call waits for no longer than the client's limit."""
+    link, (sock, owner) = node(8).engine("a")._link, socket.socketpair()
+    link._sock.close()
+    link._sock, link._patience_s = sock, 0.2
+    is_late = threading.Event()
+
+    def answer():
+        for byte in protocol.pack(protocol.DONE, payload=bytes(100)):
+            owner.send(bytes([byte]))
+            if is_late.wait(0.1):
+                return
+
+    sender = threading.Thread(target=answer)
+    sender.start()
+    frame = link.ask(protocol.STATS, 0, 0)
+    is_late.set()
+    sender.join()
+    owner.close()
+    assert (frame, link.counts["outages"]) == (None, 1)
 
 
 def test_reset_of_late_owner_comes_first(node, monkeypatch):

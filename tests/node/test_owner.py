@@ -184,7 +184,8 @@ def _frames(node):
         "keys of other slots": hello + pack(protocol.STORED, 1, 1, struct.pack("<I", 0) + key, 36),
         "half a slot": hello + pack(protocol.STORED, 1, 1, b"abc"),
         "another's lease": hello + pack(protocol.RELEASE, 0, 1) + pack(protocol.STORED, 0, 1, struct.pack("<Ii", 1, 3)),
-        "a request twice": hello + twice,
+        "a request twice": twice,
+        "a greeting twice": hello + hello,
         "a slot twice": hello + offer + pack(protocol.STORED, 1, 1, struct.pack("<3i", 2, 4, 4)),
     }  # fmt: skip
 
