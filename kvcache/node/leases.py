@@ -28,12 +28,12 @@ _STEP_SLOTS = 4096
 
 
 class Lease:
-    """The leases of one request of one engine: it may read `held_keys` in `held_slots`. `keys` is its prompt."""
+    """The leases of one request: its engine may read `held_keys` in `held_slots`. `keys` is its prompt."""
 
     def __init__(self, retention: Retention | None = None) -> None:
         self.context = ReqContext(retention=retention)
         self.keys: list[bytes] = []
-        # Keys and end positions that arrived, but are not in the context yet: most policies never need them.
+        # Keys and end positions that are not in the context yet. Most policies need them after the answer, if at all.
         self.unread_ends: list[tuple[list[bytes], np.ndarray[Any, Any]]] = []
         self.held_keys: list[bytes] = []
         self.held_slots: np.ndarray[Any, Any] = np.empty(0, np.int64)
@@ -94,7 +94,7 @@ class NodeLeases:
         # Whether end positions are needed before the answer to a look-up. Otherwise they are read after it.
         self._reads_ends = manager.pool.policy.reads_clock or isinstance(manager, TieredOffloadingManager)
         self._hooks = PoolLedger(manager.pool, ledger)
-        # For each epoch without an engine, the first slot that was not searched for its blocks yet.
+        # Per epoch that no engine has any more: from which slot on its blocks must still be searched.
         self._left: dict[bytes, int] = {}
 
     def add_engine(self, number: int) -> EngineLeases:

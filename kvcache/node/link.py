@@ -82,14 +82,14 @@ class Link:
                 return False
             self._num_late -= 1
             if frame.op == protocol.SLOTS and not frame.flag:
-                # The store was refused when its answer was late, so give back the reserved slots.
+                # The engine took the late answer for a refused store, so return the reserved slots.
                 slots = np.frombuffer(frame.payload, "<i4")
                 slots = slots[slots >= 0]
                 self.tell(protocol.STORED, 0, frame.request, struct.pack("<I", len(slots)) + slots.tobytes())
         return self.is_ready
 
     def tell(self, op: int, flag: int, request: int, payload: bytes = b"", key_bytes: int = 0) -> None:
-        """Send a message without an answer later. Without an owner nothing is sent: the greeting lists the leases."""
+        """Queue a message without an answer. Without a connection, drop it: the next greeting lists the leases."""
         if not self.is_open:
             return
         self._unsent.append(pack(op, flag, request, payload, key_bytes))
@@ -122,7 +122,7 @@ class Link:
         return frame
 
     def flush(self) -> None:
-        """Send the messages that wait. Those for a late owner wait longer: its socket may be full."""
+        """Send the queued messages. If an answer is late, keep them: the socket may be full."""
         if self.is_answering:
             if self._is_reported:
                 self._is_reported = False
@@ -202,11 +202,11 @@ class Link:
         """Return the next frame, or None if it has not arrived. OSError: the owner has ended."""
         assert self._sock is not None
         end_s = time.monotonic() + timeout_s
-        data = b""  # first the frames that have arrived behind the last one
+        data = b""  # the reader may hold the next frame already
         while True:
             for frame in self._reader.feed(data):
                 return frame
-            # A part of an answer may have arrived, and the rest may wait only for as long as is left.
+            # After a part of an answer, wait for the rest only as long as is left.
             left_s = end_s - time.monotonic()
             if left_s > 0:
                 _set_timeout(self._sock, socket.SO_RCVTIMEO, left_s)
@@ -261,8 +261,8 @@ def spawn_owner(folder: Path) -> None:
 
 def connect(link: Link) -> dict[str, Any]:
     """Greet the owner; return its answer. ValueError: the engine is refused."""
-    # Under the lock the owner does not end, and no two engines start one. To wait for it takes as long as the owner
-    # allocates memory for another engine, so the time limit begins afterwards.
+    # While an engine has this lock, the owner does not end, and no other engine starts one. Another engine may have it
+    # for as long as the owner allocates memory, so the time limit begins after it.
     fd = protocol.lock_file(link.folder / "lock")
     end_s = time.monotonic() + _SPAWN_TIMEOUT_S
     try:

@@ -181,7 +181,7 @@ class Owner:
             if fd == self._listener.fileno():
                 self._accept()
             elif self._by_fd.get(fd) is not source:
-                # An event before this one closed the descriptor, and its number is in use again, maybe for a process.
+                # An earlier event closed this descriptor, and its number may now belong to a living process.
                 continue
             elif isinstance(source, Process):
                 self._on_process_end(fd, source)
@@ -256,12 +256,12 @@ class Owner:
         self._poll.register(sock, select.EPOLLIN)
 
     def _refuse_unread(self, error: OSError) -> None:
-        """Refuse the next client. The spare file descriptor accepts it: a client left waiting would wake every poll."""
+        """Refuse the next client: if it stayed in the queue, each poll would return at once."""
         os.close(self._spare_fd)
         with suppress(OSError), self._listener.accept()[0] as client:
             _LOG.warning("a client of %s is refused: %s", self.folder, error)
             self.stats["refused_clients"] += 1
-            # A client reads no answer before it has sent its greeting.
+            # A client sends its greeting before it reads an answer.
             client.settimeout(_REFUSE_S)
             client.recv(1 << 16)
             client.sendall(pack(protocol.REFUSED, 0, 0, f"the owner: {error.strerror}".encode()))
@@ -356,7 +356,7 @@ class Owner:
         except ConnectionError:
             raise
         except Exception as error:
-            # Also one of a tier or an exporter, which the first engine's options name.
+            # A tier or an exporter, which the first engine's options name, may raise any error.
             self.stats["refused_clients"] += 1
             _LOG.warning("process of engine %r is refused: %s", hello.get("engine"), error)
             return pack(protocol.REFUSED, 0, 0, f"{error}".encode())
@@ -364,7 +364,7 @@ class Owner:
         if hello["rank"] < 0:
             leases = self.pool.leases
             engine = leases.add_engine(number)
-            # What it sent in older connections, be it a part of a greeting, must not apply after its list of leases.
+            # Older connections may still hold messages, or a part of a greeting, from before this list of leases.
             self._drop_connections(engine, connection.pid)
             leases.resume(engine, requests if is_known else [])
             leases.enter(engine, bytes.fromhex(hello["epoch"]), bool(hello.get("is_reset")))
@@ -403,8 +403,8 @@ class Owner:
             ranks = set(range(min(hello["num_workers"], MAX_PROCESSES)))
             if missing := sorted(ranks.difference(member.rank for member in members)):
                 raise ValueError(f"the workers of ranks {missing} do not map this pool: one machine, one node_pool")
-            # In the ledger before the answer: the next owner must know each process that may hold leases.
-            # Write the name first: the next owner forgets a name without a process.
+            # Write the ledger before the answer: the next owner must know each process that may hold leases. Write the
+            # name first: the next owner forgets a name without a process.
             process = Process(pid, number, rank)
             ledger.names[number] = name
             ledger.add_process(process)
@@ -422,7 +422,7 @@ class Owner:
         if hello["version"] != (version := protocol.VERSION):
             problems.append(f"the owner speaks version {version} of the protocol, this engine {hello['version']!r}")
         if problems and self._options is None and not self._living_engines():
-            # The configuration was changed while no engine ran. The engine starts the next owner.
+            # The configuration was changed while no engine ran. End, and the engine starts the next owner.
             _LOG.info("ends for an engine of another configuration: %s", "; ".join(problems))
             self.stop()
             raise ConnectionAbortedError
@@ -432,8 +432,8 @@ class Owner:
             pool = NodePool(self.folder, identity, options)
             self.pool = pool
             with suppress(OSError):
-                # On a busy machine an engine's step waits for this thread, but not for the tiers' threads, which were
-                # started before. The call fails without the privilege.
+                # An engine's step waits for this thread only. Threads of tiers, which run already, keep their priority.
+                # The call fails without the privilege.
                 os.nice(_NICE)
             if pool.manager.telemetry is not None:
                 pool.manager.telemetry.sources.append(self.parts)
@@ -461,8 +461,7 @@ class Owner:
         os.close(fd)
         del self._by_fd[fd]
         pool, number = self.pool, process.engine
-        if pool is None:
-            return
+        assert pool is not None  # processes join after the pool is made
         pool.ledger.drop_process(process)
         if number in self._living_engines():
             return
@@ -477,7 +476,7 @@ class Owner:
 def _remove_dead_pools(parent: Path) -> None:
     """Free the memory of pools whose owner and engines have ended. A service's pool stays for the next service."""
     for folder in parent.glob("node-*"):
-        # The lock is for pools that look dead only: an owner that starts there would wait for it.
+        # Lock only pools that look dead: an owner that starts in a locked folder waits.
         with suppress(OSError):
             if (folder / "owner.lock").lstat().st_size == 0 and not read_ledger(folder / "ledger").processes:
                 lock = protocol.lock_file(folder / "owner.lock", 0.0)

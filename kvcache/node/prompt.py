@@ -47,7 +47,7 @@ class Prompt:
 
     def __init__(self, number: int, is_hybrid: bool = False, asks_tiers: bool = False) -> None:
         self.number, self.is_hybrid, self.asks_tiers = number, is_hybrid, asks_tiers
-        # The keys that the owner knows, and the place of each, once it is needed.
+        # The keys that the owner knows, and the place of each, which most requests never need.
         self.keys: list[bytes] = []
         self.places: dict[bytes, int] | None = None
         self.held = HeldBlocks()
@@ -145,7 +145,7 @@ class Prompt:
         return self.phase is Phase.ENDED and not self.writing
 
     def _acquire_one(self, link: Link, key: bytes) -> int:
-        """Ask for one block of a hybrid model, which a tier may hold. A look-up that skips blocks awaits no other."""
+        """Ask for one block of a hybrid model, which a tier may hold."""
         answer = self._ask(link, protocol.ONE_KEY, self._place(key))
         return READY if key in self.held else ABSENT if answer is None else answer[0]
 
@@ -158,8 +158,8 @@ class Prompt:
         """
         answer = link.ask(protocol.ACQUIRE, flag, self.number, struct.pack("<I", start) + payload, num_bytes)
         if answer is None:
-            # The late answer will hold blocks, so release them. But if an earlier answer holds some, the engine may be
-            # about to load these: then all are released after the load.
+            # The late answer will hold blocks: release them. But if an earlier answer holds some, the engine may load
+            # these next, and then all are released after the load.
             if not self.held.keys:
                 self.release(link)
             return None
@@ -175,7 +175,7 @@ class Prompt:
         return state if state in (PENDING, ASK_AGAIN) else ABSENT, start
 
     def _unsent_keys(self, keys: Collection[bytes]) -> tuple[bytes, int]:
-        """Return the keys of the prompt that the owner does not know yet, packed; the end positions if they are known.
+        """Pack the keys that the owner does not know yet, with their end positions if `keys` has them.
 
         ValueError: the lengths of the keys differ.
         """

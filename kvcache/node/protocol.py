@@ -28,15 +28,15 @@ VERSION = 3
 EPOCH_BYTES = 8
 """Length of an epoch, the prefix of an engine's keys in the pool. The epoch is empty if the weights are unknown."""
 HEAD = struct.Struct("<IBBHI")
-"""Bytes behind this field, operation, flag, bytes of one key, and the client's number of the request."""
+"""The length of what follows this field, operation, flag, bytes of one key, the client's number of the request."""
 MAX_FRAME_BYTES = 64 << 20
 HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, RELEASE = range(1, 8)
 OFFER, SLOTS, STORED, END, RESET, STATS, DONE, LATE = range(8, 16)
 MAX_HELLO_BYTES = 1 << 20
 """Limit of a greeting without leases."""
 _MAX_JSON_BYTES = 64 << 10
-# Flags of ACQUIRE: all ready blocks of a prompt instead of the leading ones; one block, also of a tier.
-# The flag of HELD is the state of the block behind those that are held, and that of SLOTS is 1 if the store is refused.
+# Flags of ACQUIRE. Without one, the owner looks up the leading blocks of a prompt; HYBRID: all blocks; ONE_KEY: one
+# block, also in tiers. The flag of HELD is the state of the next block, and SLOTS has flag 1 if the store is refused.
 # Both answers contain the slot of each requested block, or -1 for a block without a slot.
 HYBRID, ONE_KEY = 1, 2
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -119,9 +119,9 @@ def unpack_slots(payload: bytes) -> list[int]:
 
 
 def unpack_json(payload: bytes) -> Any:
-    """Return a value. ValueError: it is invalid, or longer than any that an engine sends."""
+    """Parse the JSON of a hint. ValueError: it is invalid, or too long."""
     if len(payload) > _MAX_JSON_BYTES:
-        raise ValueError(f"a hint or a version has {len(payload)} bytes")
+        raise ValueError(f"a hint has {len(payload)} bytes")
     return json.loads(payload)
 
 
@@ -159,9 +159,9 @@ def node_folder(name: str) -> Path:
 
 
 def lock_file(path: Path, timeout_s: float = math.inf) -> int:
-    """Create and lock a file, and return its file descriptor. BlockingIOError: another process has the lock for longer.
+    """Create and lock a file, and return its descriptor. BlockingIOError: another process has the lock for longer.
 
-    The file and its folder may be removed meanwhile: then another file is locked.
+    If the file or its folder is removed meanwhile, create it again.
     """
     end_s = time.monotonic() + timeout_s
     while True:
