@@ -72,8 +72,8 @@ def test_simulation_hits_what_real_tiers_hit(shared, tmp_path, name, policy, num
     assert sum(simulated) == sum(real)
     assert all(count > 0 for count in simulated)
     if len(disks) > 1:
-        # If a prompt is larger than half of the pool, the disks' speed decides which tier's blocks arrive first: 6 % of the
-        # lower tier's hits on a loaded machine. Their sum is exact, above.
+        # If a prompt is larger than half of the pool, the disks' speed decides which tier's blocks arrive first: 6 % of
+        # the lower tier's hits on a loaded machine. Their sum is exact, above.
         assert simulated == pytest.approx(real, rel=0.15)
     else:
         assert simulated == real
