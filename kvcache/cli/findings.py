@@ -308,7 +308,8 @@ def _check_node(name: str | bool, num_bytes: int) -> tuple[int, Finding]:
     except ValueError as error:
         return 0, Finding("error", "node pool", str(error))
     pool_bytes = identity["num_blocks"] * identity["block_bytes"]
-    text += f"; it has {format_size(pool_bytes)}, and {len({process.engine for process in processes})} engines use it"
+    num_engines = len({process.engine for process in processes})
+    text += f"; it has {format_size(pool_bytes)}, engines that use it: {num_engines}"
     # A pool is a whole number of blocks.
     if processes and not 0 <= num_bytes - pool_bytes < identity["block_bytes"]:
         return used_bytes, Finding("error", "node pool", f"{text}: an engine of {format_size(num_bytes)} is refused")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +32,7 @@ def status(
     from kvcache.exporters.status import ask, name_next_version
 
     common.check_writable("--json", json)
-    path = find_socket(socket)
+    path = find_socket(socket, is_pool=next_version is None)
     if next_version is not None:
         name_next_version(next_version, [path])
         common.report(json, {"version": next_version}, f"{path}: the next reset begins version {next_version}")
@@ -43,18 +44,30 @@ def status(
     common.report(json, answer, *head, *lines)
 
 
-def find_socket(path: Path | None) -> Path:
-    """Return the path given, or that of the only engine which answers."""
+def find_socket(path: Path | None, is_pool: bool = True) -> Path:
+    """Return the path given, or that of the only engine which answers; if `is_pool`, of the only pool's manager."""
     if path is not None:
         return path
     from kvcache.exporters.status import default_folder, live_sockets
 
     sockets = live_sockets()
+    if is_pool and len(sockets) > 1:
+        # The owner of a node's pool shows it, with its engines.
+        sockets = [socket for socket in sockets if not _is_node_engine(socket)] or sockets
     if len(sockets) != 1:
         state = "no engine answers" if not sockets else f"{len(sockets)} engines answer"
         listed = "".join(f" --socket {socket}" for socket in sockets)
         raise ValueError(f"{state} in {default_folder()}; name one:{listed or ' --socket PATH'}")
     return sockets[0]
+
+
+def _is_node_engine(path: Path) -> bool:
+    """Return whether an engine answers at `path` that uses its node's pool."""
+    from kvcache.exporters.status import ask
+
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return any(part["name"] == "node" for part in ask(path, "status", 1.0)["parts"])
+    return False
 
 
 def _rows(path: Path, found: Any) -> tuple[list[str], list[list[str]]]:
@@ -85,11 +98,13 @@ def _figure(name: str, value: Any) -> str:
         data = HistogramData(tuple(value["bounds"]), tuple(value["counts"]), value["sum"])
         if not data.count:
             return "0"
+        last = data.bounds[-1]
         half, most = (
-            common.format_seconds(seconds) if is_time else f"{seconds:.3g}"
-            for seconds in (data.quantile(0.5), data.quantile(0.99))
+            ("within " if bound <= last else "over ")
+            + (common.format_seconds(min(bound, last)) if is_time else f"{min(bound, last):.3g}")
+            for bound in (data.quantile(0.5), data.quantile(0.99))
         )
-        return f"{data.count:,} times, half within {half}, 99 % within {most}"
+        return f"{data.count:,} times, half {half}, 99 % {most}"
     if isinstance(value, int | float):
         return common.format_seconds(value) if is_time else f"{value:,}"
     return str(value)

@@ -167,7 +167,8 @@ class NodeManager(LastLookUp, OffloadingManager):
             payload, num_bytes = pack_keys(keys)[1:]
             answer = self._link.ask(protocol.OFFER, 0, prompt.number, payload, num_bytes)
         if answer is None or answer.flag:
-            self._counts["rejected_stores"] += 1
+            # A store without an answer is an outage, not a lack of room.
+            self._counts["rejected_stores"] += answer is not None
             return None
         slots = np.frombuffer(answer.payload, "<i4").tolist()
         taken = {key: slot for key, slot in zip(keys, slots, strict=True) if slot >= 0}
@@ -232,7 +233,7 @@ class NodeManager(LastLookUp, OffloadingManager):
         return ManagerStats(**self._counts)
 
     def parts(self) -> list[Part]:
-        reason = self.refusal or ("" if self._link.is_answering else "the owner does not answer")
+        reason = self.refusal or ("" if self._link.has_answered else "the owner does not answer")
         return [Part("", self.stats()), Part("node", NodeStats(unavailable=reason, **self._link.counts))]
 
     def owner_figures(self) -> dict[str, Any] | None:

@@ -31,6 +31,8 @@ _START_TIMEOUT_S = 600.0
 _SPAWN_TIMEOUT_S = 30.0
 _SEND_S, ANSWER_S = 0.01, 0.035
 _RESTART_S = 2.0
+_STABLE_S = 60.0
+"""How long an owner must have answered before this is logged: the next outage is logged then, too."""
 _MAX_UNSENT_BYTES = 4 << 20
 _OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
 
@@ -62,7 +64,8 @@ class Link:
         self.fault: OSError | None = None
         """Why the last greeting failed."""
         self._warnings = LogLimiter(_LOG)
-        self._is_reported = False
+        # When the last outage was, until the end of it is logged.
+        self._outage_s: float | None = None
 
     @property
     def is_open(self) -> bool:
@@ -87,6 +90,16 @@ class Link:
                 slots = slots[slots >= 0]
                 self.tell(protocol.STORED, 0, frame.request, struct.pack("<I", len(slots)) + slots.tobytes())
         return self.is_ready
+
+    @property
+    def has_answered(self) -> bool:
+        """As `is_answering`, but receives nothing: any thread may ask."""
+        sock = self._sock
+        if sock is None or not self._num_late:
+            return self.is_ready
+        with suppress(OSError):
+            return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        return False
 
     def tell(self, op: int, flag: int, request: int, payload: bytes = b"", key_bytes: int = 0) -> None:
         """Queue a message without an answer. Without a connection, drop it: the next greeting lists the leases."""
@@ -122,23 +135,30 @@ class Link:
         return frame
 
     def flush(self) -> None:
-        """Send the queued messages. If an answer is late, keep them: the socket may be full."""
-        if self.is_answering:
-            if self._is_reported:
-                self._is_reported = False
-                _LOG.info("the owner of %s answers again", self.folder)
-            if self._unsent:
-                self._send()
+        """Send the queued messages, also if an answer is late: as much as the socket takes."""
+        if self.is_answering and self._outage_s is not None and time.monotonic() >= self._outage_s + _STABLE_S:
+            self._outage_s = None
+            _LOG.info("the owner of %s answers again, for %.0f s now", self.folder, _STABLE_S)
+        if self._unsent and self.is_ready:
+            self._send()
 
     def _send(self) -> None:
+        """Send the messages that wait; to a late owner without waiting, because its socket may be full."""
         assert self._sock is not None
         data = b"".join(self._unsent)
         self._unsent.clear()
-        self._num_unsent_bytes = 0
         try:
-            self._sock.sendall(data)
+            if self._num_late:
+                data = data[self._sock.send(data, socket.MSG_DONTWAIT) :]
+            else:
+                self._sock.sendall(data)
+                data = b""
         except OSError as error:
-            self.lose(error)
+            if not (self._num_late and isinstance(error, BlockingIOError)):
+                data = b""
+                self.lose(error)
+        self._unsent += [data] if data else []
+        self._num_unsent_bytes = len(data)
 
     def lose(self, error: OSError) -> None:
         """Continue without the owner. The leases stay: the ledger has them."""
@@ -148,7 +168,7 @@ class Link:
     def _report(self, fault: str) -> None:
         self.counts["outages"] += 1
         self.hello["outages"] = self.counts["outages"]
-        self._is_reported = True
+        self._outage_s = time.monotonic()
         self._warnings.warn("owner", "the owner of %s %s", self.folder, fault)
 
     def greet(self, leases: list[tuple[int, list[int], list[int]]]) -> None:

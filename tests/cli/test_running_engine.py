@@ -7,6 +7,7 @@ import pytest
 
 import kvcache
 from kvcache import CPUOffloadingSpec, OffloadingConfig, OffloadingGroup
+from kvcache.metrics import CallStats, HistogramData, Part
 
 
 @pytest.fixture
@@ -30,6 +31,13 @@ def test_only_engine_is_found(engine, run, run_json):
     assert f"kvcache {kvcache.__version__}; up " in out
     assert "stored_blocks" in out
     assert all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_call_above_last_bound_is_shown(engine, run):
+    stats = CallStats(HistogramData((0.5, 1.0), (1, 0, 1), 2.5), 2.0)
+    engine.telemetry.sources.append(lambda: [Part("call", stats, (("call", "lookup"),))])
+    code, out, _ = run("status")
+    assert (code, "2 times, half within 500 ms, 99 % over 1 s" in out) == (0, True)
 
 
 def test_no_engine_is_a_clear_error(run, engine):

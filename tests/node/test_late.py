@@ -38,7 +38,9 @@ def test_late_look_up_misses_alone(node):
         stats = engine.parts()[1].stats
         assert (stats.outages, stats.unavailable) == (1, "the owner does not answer")
         gate.set()
+        # Threads that read statistics leave the late answer to the scheduler's thread.
         wait_for(lambda: not engine.parts()[1].stats.unavailable)
+        assert engine._link._num_late == 1
     assert engine.parts()[1].stats.outages == 1
     # The late answer's blocks are not held, and the same request finds them at its next look-up.
     figures = wait_for(engine.owner_figures)
@@ -62,9 +64,24 @@ def test_late_store_returns_its_slots(node):
     wait_for(lambda: engine._link.is_answering)
     engine.on_schedule_end()
     wait_for(lambda: other.owner_figures()["num_free"] == 64)
-    assert engine.stats().rejected_stores == 1
+    assert engine.stats().rejected_stores == 0
     assert other.prepare_store(*prompt(1, 8)).keys_to_store == keys
     node.check()
+
+
+def test_idle_engine_returns_late_blocks(node):
+    """The last look-up of an engine is late, and no later call of it returns the blocks of the answer."""
+    node = node(64)
+    engine, other = node.engine("a", patience_s=0.05), node.engine("b")
+    turn(other, *prompt(1, 8))
+    keys, context = prompt(1, 8)
+    with gated(node.owner) as gate:
+        assert engine.lookup(keys, context) == 0
+        engine.on_request_finished(context, use_positions=True)
+        gate.set()
+        wait_for(lambda: other.owner_figures()["frames"] > 7)
+    assert other.owner_figures()["num_referenced"] == 0
+    assert node.leases.engines[engine.number].num_outages == 1
 
 
 def test_late_hybrid_blocks_return(node):

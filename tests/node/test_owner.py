@@ -20,6 +20,8 @@ import pytest
 from node_harness import BLOCK_BYTES, key_of, prompt, turn, wait_for
 
 from kvcache import ReqContext
+from kvcache.control.telemetry import Telemetry
+from kvcache.exporters.status import StatusServer
 from kvcache.metrics import samples_of
 from kvcache.node import owner as owner_module
 from kvcache.node import protocol
@@ -440,6 +442,10 @@ def test_status_and_top_show_each_engine(node, run, tmp_path, monkeypatch):
     first._link.lose(OSError("planted"))
     wait_for(lambda: first.on_schedule_end() or first._link.is_ready)
     first.prepare_store([key_of(2, 0)], ReqContext())
+    # The engine's own socket beside the owner's.
+    second.telemetry = Telemetry(second)
+    path = tmp_path / f"kvcache-{os.geteuid()}" / "status-1.sock"
+    second.telemetry.exporters.append(StatusServer(second.telemetry, path))
     shown = [" ".join(line.split()) for line in run("status")[1].splitlines()]
     named = ("process", "held_blocks", "writing_blocks", "shared_hit_blocks", "round_trips", "outages")
     for number, values in ((0, (os.getpid(), 0, 1, 0, 3, 1)), (1, (os.getpid(), 24, 0, 24, 1, 0))):

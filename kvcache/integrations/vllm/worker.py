@@ -55,7 +55,6 @@ class KVCacheOffloadingWorker(OffloadingWorker):
             self._pool, store, load = shared_pool_handlers(
                 kv_caches, shared, rank, rank_bytes, blocks_per_chunk, num_copy_threads
             )
-        logger.info("kvcache: %s", self._pool.describe())
         self.transfers = TransferWorker()
         self.transfers.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
         self.transfers.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
