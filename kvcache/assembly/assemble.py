@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _RANK = re.compile(r"[{](?:dp_)?rank[}]")
-_OF_MANAGER = ("write_policy", "num_uses", "max_store_blocks", "arbiter")
+_OF_MANAGER = ("write_policy", "num_uses", "max_store_blocks", "arbiter", "endurance")
 _WEIGHTS_VERSION = "blocks outlive the engine, and its weights have a name, such as a step of a training run"
 _NEED_TIERS = ("lookup_deadline_s", "pool_folder", "pool_path", "prefill_tokens_per_s")
 

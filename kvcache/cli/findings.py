@@ -34,6 +34,7 @@ from kvcache.recorder.files import older_file, refusal_of
 from kvcache.registry import EXPORTERS, TIERS
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.store import STAGING_BYTES
+from kvcache.tiers.base.wear import SHORT_LIFE_YEARS, describe_wear
 from kvcache.transfer.free_memory import check_memory
 from kvcache.transfer.shared_file import leftover_files, private_folder
 
@@ -373,8 +374,21 @@ def _check_tier(subject: str, tier: TierSettings, block_bytes: int, owner_pid: i
                 "warning", subject, f"{disk.path}, owner {status.st_uid}, mode {mode}: other users may read it"
             )
         yield Finding("ok", subject, f"{disk.path} exists and takes {format_size(disk.used_bytes)} on disk")
+        yield from _check_wear(subject, disk, tier.config.endurance)
     if not disk.is_read_only and (disk.path.is_dir() or not disk.path.exists()):
         yield _room(subject, disk.path, disk.needed_bytes)
+
+
+def _check_wear(subject: str, disk: _Disk, endurance: float | str | None) -> Iterator[Finding]:
+    """Describe the life of the SSD at the rate that the last process recorded, once that is known."""
+    wear = getattr(disk.tier, "recorded_wear", lambda *_: None)(disk.path, disk.capacity_bytes)
+    if wear is None:
+        return
+    if endurance is not None:
+        wear.limit(endurance)
+    rates = wear.stats()
+    if text := describe_wear(rates["drive_writes"], rates["life_years"]):
+        yield Finding("warning" if rates["life_years"] < SHORT_LIFE_YEARS else "ok", subject, text)
 
 
 @dataclass(frozen=True, slots=True)

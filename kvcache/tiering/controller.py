@@ -249,7 +249,7 @@ class TierController:
     @property
     def num_waiting(self) -> int:
         """Blocks that are being written, or will be."""
-        return len(self.backlog) + self._writes.num_blocks
+        return len(self.backlog) + len(self.backlog.missed) + self._writes.num_blocks
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Record a use, to be passed to the tier before the next job."""

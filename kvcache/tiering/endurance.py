@@ -18,22 +18,20 @@ from kvcache.tiers.base.wear import Wear
 _STEP, _MOST_PLACES = 2, 256
 """Every second key of a run is watched, fewer of a long one: the estimate needs shares, not all keys."""
 
-_MOST_ROOM = 1 << 40
 _RunClass = tuple[int, int]
 
 
 class RunValues:
-    """How often blocks of similar runs were read again after they had left host memory.
+    """How often blocks of similar runs were used again.
 
     The class of a run is a pair of logarithms: of the number of its blocks that were seen before, and of its new ones.
-    If a block is used again while host memory holds it, only the later run counts it.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._most_watched = max(1, num_blocks // _STEP)
-        # By key: its class, the blocks that it stands for, and whether it has left host memory.
-        self._watched: OrderedDict[bytes, tuple[_RunClass, int, bool]] = OrderedDict()
-        # By class: blocks offered, and blocks read again.
+        # By key: its class, and the blocks that it stands for.
+        self._watched: OrderedDict[bytes, tuple[_RunClass, int]] = OrderedDict()
+        # By class: blocks offered, and blocks used again.
         self._classes: dict[_RunClass, list[float]] = {}
 
     def observe(self, keys: Sequence[bytes], num_held: int) -> _RunClass:
@@ -44,8 +42,8 @@ class RunValues:
             earlier = self._watched.pop(keys[place], None)
             if earlier is not None:
                 num_seen = max(num_seen, place + 1)
-                run_class, weight, has_left = earlier
-                self._classes[run_class][1 if has_left else 0] += weight if has_left else -weight
+                run_class, weight = earlier
+                self._classes[run_class][1] += weight
         run_class = (num_seen + 1).bit_length(), (len(keys) - num_seen).bit_length()
         # A new class begins with a value above 0, so that it is tried.
         self._classes.setdefault(run_class, [1.0, 0.3])
@@ -57,23 +55,16 @@ class RunValues:
         counts = self._classes[run_class]
         for before, place in pairwise([-1, *_places(len(keys))]):
             weight = max(0, place - max(before, num_held - 1))
-            self._watched[keys[place]] = (run_class, weight, False)
+            self._watched[keys[place]] = run_class, weight
             counts[0] += weight
         while len(self._watched) > self._most_watched:
             self._watched.popitem(last=False)
 
-    def note_evicted(self, keys: Iterable[bytes]) -> None:
-        """Record blocks that left host memory."""
-        for key in keys:
-            watched = self._watched.get(key)
-            if watched is not None:
-                self._watched[key] = (*watched[:2], True)
-
     def is_worth(self, run_class: _RunClass, spare: float) -> bool:
         """Return whether better classes have at most a share `spare` of all offered blocks."""
-        num_offered, num_read = self._classes[run_class]
-        value = num_read / max(1.0, num_offered)
-        better = sum(offered for offered, read in self._classes.values() if read / max(1.0, offered) > value)
+        num_offered, num_used = self._classes[run_class]
+        value = num_used / num_offered
+        better = sum(offered for offered, used in self._classes.values() if used / offered > value)
         return better <= spare * sum(offered for offered, _ in self._classes.values())
 
 
@@ -128,7 +119,7 @@ class RunChoice:
             run.run_class = self._values.observe(missing, num_held)
             missing = missing[num_held:]
             run.is_chosen = self._values.is_worth(run.run_class, self._wear.spare())
-        room = max(0, int(min(self._wear.left(), _MOST_ROOM)) - num_waiting)
+        room = max(0, int(self._wear.left()) - num_waiting - len(self.due))
         chosen = missing[:room] if run.is_chosen else []
         # Blocks behind a hole are useless, so later ones of the request are not written.
         if missing:
@@ -155,7 +146,6 @@ class RunChoice:
 
     def note_evicted(self, keys: list[bytes]) -> None:
         """Record blocks that left host memory."""
-        self._values.note_evicted(keys)
         self.due.difference_update(keys)
 
     def clear(self) -> None:

@@ -257,6 +257,7 @@ class TieredOffloadingManager(OffloadingManager):
         keys = self._promotion.without_coming(as_key_list(keys))
         if not (success and self._is_open):
             self.pool.abort(keys, req_context)
+            self._writing.abort(keys)
             return
         if ready := self.pool.commit(keys, req_context):
             self._writing.offer(ready, None)

@@ -128,6 +128,11 @@ class Writing:
             # The head of a prefix is written last, and so leaves the tier last.
             backlog.offer(reversed(keys_due))
 
+    def abort(self, keys: list[bytes]) -> None:
+        """Record blocks that failed to become ready."""
+        for _, choice in self._limited:
+            choice.take_due(keys)
+
     def note_evicted(self, keys: list[bytes]) -> None:
         """Record blocks that left host memory."""
         if keys:

@@ -211,6 +211,7 @@ def test_connector_without_options_is_no_fault(check):
         ({"class_name": "L2"}, {"capacity": "64MiB"}, "class_name of an --l2-adapter must be one of KVCacheL2"),
         ({}, {"capacity": "1KiB"}, "capacity 1024 of a KVCacheL2 must be >="),
         ({}, {"capacity": "64MiB", "read_only": True}, "KVCacheL2 does not support read_only"),
+        ({}, {"capacity": "64MiB", "endurance": 3}, "KVCacheL2 does not support endurance"),
         ({}, {"capacity": "900PiB"}, "are needed below"),
         ({}, {"capacity": "64MiB", "type": "disk"}, "unknown options of a disk tier: type"),
         ({}, {"capacity": "64MiB", "path": "/mnt/{rank}"}, "its data-parallel rank is unknown here, got '/mnt/{rank}'"),
@@ -239,6 +240,7 @@ def test_check_l2_adapter_of_lmcache(tmp_path, changes, params, message):
         ({"kind": None}, "SGLang's storage backend needs 'kind'"),
         ({"kind": "disc"}, "did you mean 'disk'"),
         ({"type": "disk"}, "unknown options of a disk tier: type"),
+        ({"endurance": 3}, "the engine decides what SGLang's storage backend stores and loads: omit endurance"),
         ({"path": "/mnt/kv{dp_rnk}"}, "unknown placeholder {dp_rnk}; known ones: {dp_rank} and {rank}, got '/mnt"),
         (
             {"module_path": "kvcache.integrations.sglnag"},
@@ -378,3 +380,26 @@ def test_options_beside_extra_config_are_named(check):
 def test_useless_engine_options_are_named(check, options, engine, message):
     text = check(vllm_with(options, **engine))[1]
     assert message in text if message else "stages" not in text and "store_threshold" not in text
+
+
+@pytest.mark.parametrize(("endurance", "level"), [({}, "warning"), ({"endurance": 5}, "ok")])
+def test_check_names_life_of_disk(check, tmp_path, endurance, level):
+    pytest.importorskip("xxhash")
+    from kvcache.tiers.base.tier import host_rows
+    from kvcache.tiers.base.wear import DAY_S, Wear
+    from kvcache.tiers.disk.tier import DiskTier
+
+    now_s = [0.0]
+    wear = Wear(1000, 4096, clock=lambda: now_s[0])
+    wear.spend(5000)
+    now_s[0] = DAY_S
+    capacity = DiskTier.capacity_for(1000, 4096)
+    tier = DiskTier(tmp_path / "kv", capacity, host_rows(8, 4096))
+    tier.wear.restore(wear.record()[0])
+    tier.shutdown()
+    entry = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": capacity, **endurance}
+    status, text = check({"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [entry]}, "--json")
+    rated, years = ("5", "5") if endurance else ("1", "1")
+    life = f"5 drive writes a day: an SSD rated for {rated} lives {years} years"
+    assert status == 0
+    assert [finding["level"] for finding in json.loads(text)["findings"] if finding["text"] == life] == [level]

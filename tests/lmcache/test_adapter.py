@@ -389,6 +389,7 @@ def test_directory_has_one_owner(harness, tmp_path):
         ({"sizes": 3}, "unknown options"),
         ({"write_policy": "write_back"}, "does not support write_policy"),
         ({"read_only": True}, "does not support read_only"),
+        ({"endurance": 3}, "does not support endurance"),
     ],
 )
 def test_bad_options_are_refused(tmp_path, params, match):

@@ -153,6 +153,7 @@ def test_bad_options_are_named(engine):
         ({"shares": {"mamba": 0.5}}, "must name the host pools"),
         ({"write_policy": "write_through", "max_store_blocks": 9}, "omit max_store_blocks, write_policy"),
         ({"arbiter": False, "num_uses": 2}, "what SGLang's storage backend stores and loads: omit arbiter, num_uses"),
+        ({"endurance": 3}, "omit endurance"),
     ):
         with pytest.raises(ValueError, match=text):
             engine(extra=extra)

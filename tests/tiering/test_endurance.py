@@ -259,13 +259,15 @@ def test_endurance_is_option_of_tier():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "host_blocks", "shares"),
+    ("name", "policy", "host_blocks", "shares"),
     [
-        ("mooncake_conversation.jsonl", 4096, {0.5: 0.77, 0.25: 0.45, 0.125: 0.25}),
-        ("agentic_coding.jsonl.gz", 2000, {0.5: 0.49, 0.25: 0.26, 0.125: 0.13}),
+        ("mooncake_conversation.jsonl", "lru", 4096, {0.5: 0.77, 0.25: 0.45, 0.125: 0.25}),
+        ("mooncake_conversation.jsonl", "gittins", 4096, {0.5: 0.68, 0.125: 0.2}),
+        ("agentic_coding.jsonl.gz", "lru", 2000, {0.5: 0.49, 0.25: 0.26, 0.125: 0.13}),
+        ("agentic_coding.jsonl.gz", "gittins", 2000, {0.5: 0.45, 0.125: 0.115}),
     ],
 )
-def test_lru_keeps_share_of_gain(shared, name, host_blocks, shares):
+def test_budget_keeps_share_of_gain(shared, name, policy, host_blocks, shares):
     with Trace(shared / "traces" / name) as trace:
         requests = list(trace)
     make_keys = KeyMaker()
@@ -273,7 +275,7 @@ def test_lru_keeps_share_of_gain(shared, name, host_blocks, shares):
     def replayed(endurance, disk_blocks=8 * host_blocks):
         clock = ReplayClock()
         wear_rule = [("write_through", False, "lru", endurance)]
-        manager = SimulatedTieredManager(512, host_blocks, [disk_blocks], "lru", clock=clock, rules=wear_rule)
+        manager = SimulatedTieredManager(512, host_blocks, [disk_blocks], policy, clock=clock, rules=wear_rule)
         replay = Replay(manager, arrivals=clock)
         for request in requests:
             replay.step(request, make_keys(request.hash_ids))
@@ -293,3 +295,25 @@ def test_simulated_wear_counts_whole_medium():
     wear = Wear(4000, 1 << 20, clock=lambda: 0.0)
     wear.limit(f"{1 << 30}/day")
     assert SimulatedTier(10, wear=wear).wear.per_day == 1024
+
+
+def test_blocks_under_way_use_budget():
+    """Chosen blocks that are not ready, or that a failing tier missed, are within the budget, too."""
+    bench = Bench(1.0)
+    bench.now_s = HOUR_S
+    contexts = [ReqContext(f"request {user}") for user in range(3)]
+    for user, context in enumerate(contexts):
+        bench.manager.prepare_store(keys_of(user, 20), context)
+    # One hour grants 42 blocks, and the first minute 0.7.
+    choice = bench.manager.controllers[0].backlog.choice
+    assert len(choice.due) == 42
+    bench.manager.complete_store(keys_of(0, 20), contexts[0], success=False)
+    assert len(choice.due) == 22
+    for user in (1, 2):
+        bench.manager.complete_store(keys_of(user, 20), contexts[user])
+    bench.manager.settle()
+    assert bench.tier.stored_blocks == 22
+    backlog = bench.manager.controllers[0].backlog
+    backlog.miss(keys_of(1, 20))
+    bench.request(keys_of(4, 5))
+    assert bench.tier.lookup(keys_of(4, 5)) == 0

@@ -1,7 +1,9 @@
 """The budget of a disk's writes: granted evenly, kept over restarts and kills, and blind to clocks that are set."""
 
 import math
+import struct
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.tiers.base import wear as wear_module
+from kvcache.tiers.base.tier import describe_tier
 from kvcache.tiers.base.wear import DAY_S, RECORD_BYTES, Wear, parse_endurance
 from kvcache.tiers.disk.directory import clear_directory
 from kvcache.tiers.disk.tier import DiskTier
@@ -182,3 +185,64 @@ def test_disk_keeps_budget_over_restarts(tmp_path):
     # Each second grants eleven blocks.
     assert tier.wear.stats()["left_blocks"] < 690
     tier.shutdown()
+
+
+def test_life_is_known_after_restart(tmp_path):
+    rows = np.zeros((4, 4096), np.uint8)
+    path, capacity = tmp_path / "tier", DiskTier.capacity_for(NUM_BLOCKS, 4096)
+    machine = Machine()
+    wear = machine.start(endurance=None)
+    wear.spend(2 * NUM_BLOCKS)
+    machine.now_s += DAY_S
+    tier = DiskTier(path, capacity, rows)
+    tier.wear.restore(wear.record()[0])
+    tier.shutdown()
+    tier = DiskTier(path, capacity, rows)
+    assert "2 drive writes a day: an SSD rated for 1 lives 2.5 years" in describe_tier(tier.stats())
+    tier.shutdown()
+    # A tier of half the size writes its capacity twice as often. A budget names the rating.
+    recorded = DiskTier.recorded_wear(path, DiskTier.capacity_for(NUM_BLOCKS // 2, 4096))
+    recorded.limit(3.0)
+    assert recorded.stats()["drive_writes"] == pytest.approx(4, rel=1e-3)
+    assert recorded.stats()["life_years"] == pytest.approx(3.75, rel=1e-3)
+    assert DiskTier.recorded_wear(tmp_path / "none", capacity) is None
+
+
+@pytest.mark.parametrize("num_blocks", [2, 10**9])
+def test_budget_fits_smaller_tier(num_blocks):
+    """A record counts bytes, and grants the next tier of the directory at most its day."""
+    machine, wear = started()
+    machine.now_s += DAY_S
+    machine.save(wear, is_last=True)
+    other = Wear(num_blocks, 8192, clock=lambda: machine.now_s)
+    other.limit(1.0)
+    other.restore(machine.record)
+    assert other.left() == pytest.approx(min(num_blocks, NUM_BLOCKS / 2))
+
+
+def crafted(*values):
+    body = struct.pack("<8s4d8s", b"kvwear 1", *values, wear_module._boot_id())
+    return body + zlib.crc32(body).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("left_bytes", [1e308, -1e308, math.nan, math.inf])
+@pytest.mark.parametrize("as_of_s", [-1e308, 1e308, math.nan])
+@pytest.mark.parametrize("written_bytes", [1e308, -1.0])
+def test_crafted_record_grants_one_day(left_bytes, as_of_s, written_bytes):
+    machine = Machine()
+    machine.record = crafted(left_bytes, as_of_s, written_bytes, 1e308)
+    wear = machine.start()
+    wear.keep(0.0)
+    assert 0 <= wear.left() <= NUM_BLOCKS
+    assert all(math.isfinite(value) and value >= 0 for value in wear.stats().values())
+    machine.now_s += 2 * DAY_S
+    assert wear.left() == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("endurance", [5e-324, "1/day", f"{10**300}/day"])
+def test_absurd_budget_divides_nothing_by_zero(endurance):
+    machine = Machine()
+    wear = machine.start(endurance)
+    machine.save(wear)
+    assert 0 <= wear.spare() <= 1
+    wear.stats()

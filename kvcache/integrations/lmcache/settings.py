@@ -15,7 +15,7 @@ from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 MAX_SIZES = 16
 """Object sizes of one directory at most; objects of further sizes are not stored."""
 _PREFIX = "objects-"
-_USELESS = ("arbiter", "codec", "max_store_blocks", "num_uses", "read_only", "write_policy")
+_USELESS = ("arbiter", "codec", "endurance", "max_store_blocks", "num_uses", "read_only", "write_policy")
 
 
 @dataclass(frozen=True, slots=True)

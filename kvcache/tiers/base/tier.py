@@ -33,6 +33,7 @@ import numpy as np
 
 from kvcache.metrics import counter, flag, gauge
 from kvcache.options import Configurable
+from kvcache.tiers.base.wear import Wear, describe_wear
 
 MAX_STEP_BLOCKS = 1024
 """Blocks that one scheduler call handles at most, for all tiers together."""
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvcache.request import ReqContext
-    from kvcache.tiers.base.wear import Wear
 
     HostBlocks = npt.NDArray[np.uint8] | npt.NDArray[np.int8]
 
@@ -133,8 +133,8 @@ class CodecTierStats(TierStats):
 def describe_tier(tier: TierStats) -> str:
     """Describe a tier at its start. A store's own limit is unknown, and so are its blocks."""
     size = f"{tier.num_blocks:,} blocks, {tier.num_held:,} found" if tier.num_blocks else "unknown size"
-    if tier.drive_writes:
-        size += f", {tier.drive_writes:.2g} drive writes a day (an SSD lives {tier.life_years:.2g} years)"
+    if wear := describe_wear(tier.drive_writes, tier.life_years):
+        size += f", {wear}"
     return f"tier {tier.medium} of {size}" + (
         f" (unavailable: {reason})" if (reason := tier.unavailable_reason) else ""
     )

@@ -19,6 +19,8 @@ from typing import Any
 from kvcache.options import parse_size
 
 DAY_S = 86_400.0
+SHORT_LIFE_YEARS = 3
+"""Below it, `kvcache check` warns, as the alert KVCacheDiskWearsOut does."""
 _WARRANTY_YEARS = 5
 """An SSD endures its rated drive writes a day for this time."""
 _START_S = 60.0
@@ -27,6 +29,7 @@ _SPARE_S = 120.0
 """A budget of at least the growth of this time covers every block; a smaller one only blocks of better classes."""
 _AHEAD_S = 300.0
 """The growth of this time may be spent before the next record is written. A kill loses it, so none is spent twice."""
+_MAGIC = b"kvwear 1"
 _RECORD = struct.Struct("<8s4d8s")
 
 
@@ -40,6 +43,14 @@ def parse_endurance(name: str, value: object) -> float | str:
         if not isinstance(value, bool) and 0 < drives <= 1000:
             return drives
     raise ValueError(f"{name} must be drive writes a day, such as 3, or bytes such as '6TiB/day', got {value!r}")
+
+
+def describe_wear(drive_writes: float, life_years: float) -> str:
+    """Describe the rates of `Wear.stats`; return "" before a day was observed."""
+    if not drive_writes:
+        return ""
+    rated = life_years * drive_writes / _WARRANTY_YEARS
+    return f"{drive_writes:.2g} drive writes a day: an SSD rated for {rated:.2g} lives {life_years:.2g} years"
 
 
 def uptime_s() -> float:
@@ -70,13 +81,18 @@ class Wear:
         self._lock = RLock()
         self._as_of_s = clock()
         self._num_left = 0.0
-        # The budget that the last process left, and the time since then in seconds.
+        # The budget that the last process left, in blocks, and the time since then in seconds.
         self._earlier: tuple[float, float] | None = None
         # The number of blocks in the last record. The budget must not fall below it before the next record.
         self._num_kept = math.inf if is_kept else 0.0
         # Blocks written in about the last day, and the seconds that this covers.
         self._num_written = 0.0
         self._observed_s = 0.0
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a budget."""
+        return math.isfinite(self.per_day)
 
     def limit(self, endurance: float | str) -> None:
         """Set the budget: drive writes a day, or ``"BYTES/day"``, as `parse_endurance` returns them."""
@@ -85,7 +101,7 @@ class Wear:
                 self.per_day = int(endurance.removesuffix("/day")) / self._block_bytes
             else:
                 self.per_day = endurance * self.num_blocks
-            self._num_left = self.per_day * _START_S / DAY_S
+            self._num_left = self._growth(_START_S)
             self._resume()
 
     def left(self) -> float:
@@ -94,14 +110,9 @@ class Wear:
             self._advance()
             return max(0.0, self._num_left - self._num_kept) if self.is_limited else math.inf
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether there is a budget."""
-        return math.isfinite(self.per_day)
-
     def spare(self) -> float:
         """Return the share of offered blocks to write: 0 with an empty budget, 1 with an ample one."""
-        return min(1.0, self.left() / (self.per_day * _SPARE_S / DAY_S)) if self.is_limited else 1.0
+        return min(1.0, self.left() / self.per_day * DAY_S / _SPARE_S) if self.is_limited else 1.0
 
     def spend(self, num_blocks: int) -> None:
         """Record blocks that were written."""
@@ -112,21 +123,22 @@ class Wear:
     def stats(self) -> dict[str, Any]:
         """Return the fields of `TierStats` on wear. Rates are 0 until a day was observed."""
         with self._lock:
+            left = self.left() if self.is_limited else 0.0
             self._advance()
             is_known = self._observed_s >= DAY_S * 0.999
             drive_writes = self._num_written / self.num_blocks if is_known else 0.0
             rated = self.per_day / self.num_blocks if self.is_limited else 1.0
-            left = int(self.left()) if self.is_limited else 0
             life_years = _WARRANTY_YEARS * rated / drive_writes if drive_writes else 0.0
-            return {"drive_writes": drive_writes, "life_years": life_years, "left_blocks": left}
+            return {"drive_writes": drive_writes, "life_years": life_years, "left_blocks": int(left)}
 
     def record(self, is_last: bool = False) -> tuple[bytes, float]:
         """Return a record to write to the disk, and the number to pass to `keep` afterwards."""
         with self._lock:
             self._advance()
-            ahead = self.per_day * _AHEAD_S / DAY_S if self.is_limited and not is_last else 0.0
-            num_kept = max(0.0, self._num_left - ahead)
-            body = _RECORD.pack(b"kvwear 1", num_kept, self._as_of_s, self._num_written, self._observed_s, _boot_id())
+            num_kept = max(0.0, self._num_left - (0.0 if is_last or not self.is_limited else self._growth(_AHEAD_S)))
+            # In bytes: after `clear_directory`, the next tier of the directory may have blocks of another size.
+            kept_bytes, written_bytes = num_kept * self._block_bytes, self._num_written * self._block_bytes
+            body = _RECORD.pack(_MAGIC, kept_bytes, self._as_of_s, written_bytes, self._observed_s, _boot_id())
             return body + zlib.crc32(body).to_bytes(4, "little"), num_kept
 
     def keep(self, num_kept: float) -> None:
@@ -139,23 +151,26 @@ class Wear:
         body, checksum = record[: _RECORD.size], record[_RECORD.size :]
         if len(body) < _RECORD.size or zlib.crc32(body).to_bytes(4, "little") != checksum:
             return
-        magic, num_left, as_of_s, num_written, observed_s, boot_id = _RECORD.unpack(body)
-        if magic != b"kvwear 1" or not all(map(math.isfinite, (num_left, as_of_s, num_written, observed_s))):
+        magic, kept_bytes, as_of_s, written_bytes, observed_s, boot_id = _RECORD.unpack(body)
+        if magic != _MAGIC or not all(0 <= value < math.inf for value in (kept_bytes, written_bytes, observed_s)):
             return
         with self._lock:
             self._advance()
             # After another boot, the time since the last process is unknown, and adds nothing to the budget.
-            away_s = max(0.0, self._as_of_s - as_of_s) if boot_id == _boot_id() else 0.0
-            self._num_written += num_written
-            self._observed_s += observed_s
-            self._earlier = max(0.0, num_left), away_s
+            away_s = self._as_of_s - as_of_s if boot_id == _boot_id() and as_of_s < self._as_of_s else 0.0
+            self._num_written += written_bytes / self._block_bytes
+            self._observed_s += min(observed_s, DAY_S)
+            self._earlier = kept_bytes / self._block_bytes, away_s
             self._resume()
 
     def _resume(self) -> None:
         """Continue with the earlier budget, once both the record and the limit are known."""
         if self.is_limited and self._earlier is not None:
             num_left, away_s = self._earlier
-            self._num_left = min(self.per_day, num_left + away_s * self.per_day / DAY_S)
+            self._num_left = min(self.per_day, num_left + self._growth(away_s))
+
+    def _growth(self, seconds: float) -> float:
+        return self.per_day * seconds / DAY_S
 
     def _advance(self) -> None:
         now_s = self._clock()
@@ -167,7 +182,7 @@ class Wear:
             self._num_written *= DAY_S / self._observed_s
             self._observed_s = DAY_S
         if self.is_limited:
-            self._num_left = min(self.per_day, self._num_left + elapsed_s * self.per_day / DAY_S)
+            self._num_left = min(self.per_day, self._num_left + self._growth(elapsed_s))
 
 
 RECORD_BYTES = _RECORD.size + 4

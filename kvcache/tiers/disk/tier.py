@@ -225,6 +225,18 @@ class DiskTier(JobTier):
         except (OSError, ValueError):
             return None
 
+    @staticmethod
+    def recorded_wear(path: Path, capacity_bytes: int) -> Wear | None:
+        """Return the wear that the last process recorded at `path`, or None without a tier there."""
+        try:
+            with closing(TierDirectory(path, None, read_only=True)) as directory:
+                header = directory.header
+                wear = Wear(num_slots_within(capacity_bytes, header.block_bytes), header.slot_bytes)
+                wear.restore(directory.read_wear())
+                return wear
+        except (OSError, ValueError):
+            return None
+
     @property
     def is_direct(self) -> bool:
         """Whether I/O passes the page cache by; False until the directory is open."""
