@@ -99,8 +99,6 @@ class Backlog:
         if lost:
             self.num_dropped += len(lost)
             self._num_ahead = min(self._max_blocks, 2 * self._num_ahead)
-        if self.choice is not None:
-            self.choice.note_evicted(keys)
         for key in keys if self.missed else ():
             self.missed.pop(key, None)
 

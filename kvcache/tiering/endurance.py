@@ -144,10 +144,6 @@ class RunChoice:
         self.due.difference_update(ready)
         return ready
 
-    def note_evicted(self, keys: list[bytes]) -> None:
-        """Record blocks that left host memory."""
-        self.due.difference_update(keys)
-
     def clear(self) -> None:
         """Forget requests and blocks, but keep the values of classes."""
         self._runs.clear()

@@ -121,6 +121,7 @@ class Promotion:
         failed = [key for key in job.keys if key not in arrived]
         if failed:
             self._pool.abort(failed, is_move=True)
+            self._writing.abort(failed)
         if arrived:
             done = [key for key in job.keys if key in arrived]
             ready = self._pool.commit(done, is_move=True)

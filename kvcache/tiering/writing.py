@@ -113,18 +113,14 @@ class Writing:
         """Offer blocks that became ready to the tiers, but for the one that they came from."""
         for controller in self._controllers:
             backlog, config = controller.backlog, controller.config
+            keys_due = keys if backlog.choice is None else backlog.choice.take_due(keys)
             if controller is source:
                 continue
             if backlog.is_write_back:
                 backlog.add_dirty(keys)
                 continue
-            if backlog.choice is not None:
-                backlog.offer(reversed(backlog.choice.take_due(keys)))
-                continue
             if config.write_policy == "write_through_selective":
                 keys_due = [key for key in keys if self._uses.get(key, 1) >= config.num_uses]
-            else:
-                keys_due = keys
             # The head of a prefix is written last, and so leaves the tier last.
             backlog.offer(reversed(keys_due))
 

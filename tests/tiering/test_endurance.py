@@ -1,6 +1,7 @@
 """A disk with a budget of writes: whole runs are written, those that are read again first, and never too many."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -128,21 +129,32 @@ def test_poor_budget_prefers_runs_that_return():
 
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
-@pytest.mark.parametrize("num_days", [1, 3])
+@pytest.mark.parametrize("num_days", [1, 10])
 def test_budget_holds_each_day(policy, num_days):
-    """Bursts after idle hours: the writes of a day are within its budget plus the budget saved on the day before."""
+    """Bursts after idle hours, restarts and kills: never more than granted, never more than a day's worth ahead."""
     bench, draw = Bench(1.0, policy), random.Random(num_days)
-    written = 0
-    for day in range(num_days):
-        before = bench.tier.stored_blocks
-        for hour in range(24):
-            bench.now_s = day * DAY_S + hour * HOUR_S
-            for _ in range(draw.choice([0, 0, 30])):
-                bench.now_s += 30.0
-                bench.request(keys_of(draw.randrange(200), draw.randrange(1, 30)))
-                written = bench.tier.stored_blocks
-                assert written <= 1000 * (bench.now_s + 60) / DAY_S + 1
-        assert written - before <= 2000
+    written, record = 0, b""
+    day_totals = [0]
+    for hour in range(24 * num_days):
+        bench.now_s = hour * HOUR_S
+        for _ in range(draw.choice([0, 0, 30])):
+            bench.now_s += 30.0
+            before = bench.tier.stored_blocks
+            bench.request(keys_of(draw.randrange(200), draw.randrange(1, 30)))
+            written += bench.tier.stored_blocks - before
+            assert written <= 1000 * (bench.now_s + 60) / DAY_S + 1
+            record, num_kept = bench.tier.wear.record()
+            bench.tier.wear.keep(num_kept)
+        action = draw.choice(["stop", "kill", "go on", "go on"])
+        if action != "go on":
+            record = bench.tier.wear.record(is_last=True)[0] if action == "stop" else record
+            now_s, bench = bench.now_s, Bench(1.0, policy)
+            bench.now_s = now_s
+            bench.tier.wear.restore(record)
+        if hour % 24 == 23:
+            day_totals.append(written)
+    assert max(after - before for before, after in pairwise(day_totals)) <= 2000
+    assert written > 500 * (num_days - 1)
 
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])

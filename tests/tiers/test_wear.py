@@ -1,6 +1,7 @@
 """The budget of a disk's writes: granted evenly, kept over restarts and kills, and blind to clocks that are set."""
 
 import math
+import random
 import struct
 import time
 import zlib
@@ -162,6 +163,27 @@ def test_spending_never_exceeds_grants(steps):
             wear = machine.start()
         assert spent <= NUM_BLOCKS * (60 + machine.now_s - begin_s) / DAY_S + 1e-6
         assert wear.left() <= NUM_BLOCKS
+
+
+@pytest.mark.parametrize("num_days", [1, 10])
+def test_full_demand_spends_each_day(num_days):
+    """Each day's writes are within 1 % of the budget, with a record a minute, three restarts and a kill a day."""
+    machine, draw = Machine(), random.Random(num_days)
+    wear = machine.start()
+    machine.save(wear)
+    for _ in range(num_days):
+        written, ends = 0, dict(zip(draw.sample(range(1440), 4), ["stop", "stop", "stop", "kill"], strict=True))
+        for minute in range(1440):
+            machine.now_s += 60
+            num_blocks = int(wear.left())
+            wear.spend(num_blocks)
+            written += num_blocks
+            if minute in ends:
+                if ends[minute] == "stop":
+                    machine.save(wear, is_last=True)
+                wear = machine.start()
+            machine.save(wear)
+        assert written == pytest.approx(NUM_BLOCKS, rel=0.01)
 
 
 def test_disk_keeps_budget_over_restarts(tmp_path):

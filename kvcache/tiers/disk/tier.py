@@ -227,7 +227,7 @@ class DiskTier(JobTier):
 
     @staticmethod
     def recorded_wear(path: Path, capacity_bytes: int) -> Wear | None:
-        """Return the wear that the last process recorded at `path`, or None without a tier there."""
+        """Return the wear recorded at `path`, for a tier of `capacity_bytes`, or None without a tier there."""
         try:
             with closing(TierDirectory(path, None, read_only=True)) as directory:
                 header = directory.header
