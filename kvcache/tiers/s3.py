@@ -1,37 +1,40 @@
 """A tier in a bucket of an object store that speaks S3: blocks of one engine are hits for all engines of the bucket.
 
 A value is an object: the payload, followed by its seal. One request uploads it from host memory, and creates the object
-only if it is missing. A download is copied into host memory as it arrives, after its length was compared. An
-object of another length is not read, because it may be larger than memory. Names, seals and epochs are those of
-`SharedStoreTier`, with slashes in place of colons, below the option `prefix`. A bucket has no size limit: a
-lifecycle rule has to expire objects.
+only if it is missing. A download goes straight into host memory (`s3_wire`), after its length was compared. Names,
+seals and epochs are those of `SharedStoreTier`, with slashes in place of colons, below the option `prefix`. A bucket
+has no size limit: a lifecycle rule has to expire objects.
 
-Credentials come from the environment or the platform (`obstore` reads them and renews those that expire). The payload
-is not part of a request's signature: the seal covers it.
+Credentials come from the environment or the platform: `obstore` reads them, renews those that expire, and signs
+requests. The payload is not part of the signature: the seal covers it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
 from kvcache.options import Component, Options, option, parse_duration, parse_size, parse_text, parse_threads
 from kvcache.tiers.base.codec import Codec, parse_codec
 from kvcache.tiers.base.job_tier import BlockOutcome, TierBatch
 from kvcache.tiers.base.log_limiter import LogLimiter
+from kvcache.tiers.s3_wire import Answer, BucketClient
 from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier
 
 if TYPE_CHECKING:
@@ -39,17 +42,25 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = b"kvcache s3 1"
-_EPOCH = re.compile(r"[0-9a-f]{16}")
+_EPOCH = re.compile(rb"[0-9a-f]{16}")
+_EPOCH_BYTES = 16
 _PREFIX = re.compile(r"(?=.{1,256}$)[\w=-][\w.=-]*(?:/[\w=-][\w.=-]*)*/?", re.ASCII)
 _MAINTAIN_INTERVAL_S = 60.0
 _ABSENT_S = 5.0
 _MAX_QUESTIONS = 64
 """Maximum number of requests under way for one query."""
-_CHUNK_BYTES = 1 << 16
 _MAX_LISTED = 1000
 # A name is twice as long in hexadecimal, and some servers allow 255 characters between two slashes.
 _MAX_KEY_BYTES = 120
-_NO_BUCKET, _SKEWED = "NoSuchBucket", "RequestTimeTooSkewed"
+_NO_BUCKET = "NoSuchBucket"
+_SKEWED = re.compile("RequestTimeTooSkewed|Request has expired|not yet valid")
+_EXISTS = (409, 412)
+_CLIENT_OPTIONS = ("bucket", "endpoint", "region", "timeout_s", "ca_file")
+_DELETE_S = 600.0
+_DELETE = (
+    "import json, sys\nfrom kvcache.tiers.s3 import S3Options, delete_under\n"
+    "options, start = json.load(sys.stdin)\ndelete_under(S3Options(**options), start)"
+)
 _MAX_RETRIES = 2
 _BACKOFF = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2}
 
@@ -143,7 +154,9 @@ class S3Tier(SharedStoreTier):
         values = S3Options(bucket=bucket, **options)
         self._address = _address(values)
         self._root = f"{values.prefix}/" if values.prefix else ""
+        self._options = values
         self._store = _store_of(values)
+        self._client = BucketClient(self._store, values.timeout_s, values.ca_file)
         self._warnings = LogLimiter(_LOG)
         super().__init__(
             host_blocks,
@@ -170,19 +183,16 @@ class S3Tier(SharedStoreTier):
         return super().store_name(key.hex().encode())
 
     def read_epoch(self) -> str | None:
-        with _os_errors(self._address):
-            answer = self._get(self.epoch_name)
-            if answer is None:
-                return None
-            epoch = bytes(answer.bytes()).decode("latin-1") if answer.meta["size"] == 16 else ""
-        if not _EPOCH.fullmatch(epoch):
+        epoch = bytearray(_EPOCH_BYTES)
+        answer = self._send("GET", self.epoch_name, targets=[memoryview(epoch)])
+        if answer is None:
+            return None
+        if answer.num_bytes != _EPOCH_BYTES or not _EPOCH.fullmatch(epoch):
             raise OSError(f"{self._address} has a foreign object as {self._path(self.epoch_name)}")
-        return epoch
+        return epoch.decode()
 
     def announce_epoch(self, epoch: str, replace: bool) -> None:
-        mode: Any = "overwrite" if replace else "create"
-        with _os_errors(self._address), suppress(AlreadyExistsError):
-            obstore.put(self._store, self._path(self.epoch_name), epoch.encode(), mode=mode, use_multipart=False)
+        self._send("PUT", self.epoch_name, parts=[epoch.encode()], creates=not replace)
 
     def are_held(self, names: list[bytes]) -> Sequence[bool]:
         async def ask() -> list[bool | BaseException]:
@@ -207,62 +217,63 @@ class S3Tier(SharedStoreTier):
         return [answer is True for answer in answers]
 
     def put_values(self, names: list[bytes], batch: TierBatch, seal: Callable[[int], bytes]) -> Sequence[int]:
-        outcomes = [BlockOutcome.DONE] * len(names)
+        outcomes = []
         for i, (name, buffer) in enumerate(zip(names, batch.buffers, strict=True)):
-            with _os_errors(self._address):
-                try:
-                    # The store is not asked before whether it holds the block: that would cost a round trip for each.
-                    value = iter((buffer, seal(i)))
-                    obstore.put(self._store, self._path(name), value, mode="create", use_multipart=False)
-                except AlreadyExistsError:
-                    outcomes[i] = BlockOutcome.HELD
+            # The store is not asked before whether it holds the block: that would cost a round trip for each.
+            answer = self._send("PUT", name, parts=[buffer, seal(i)], creates=True)
+            is_held = answer is not None and answer.status in _EXISTS
+            outcomes.append(BlockOutcome.HELD if is_held else BlockOutcome.DONE)
         return outcomes
 
     def get_values(
-        self, names: list[bytes], batch: TierBatch, received: Callable[[int, bytearray | None], None]
+        self, names: list[bytes], batch: TierBatch, received: Callable[[int, memoryview | None], None]
     ) -> None:
+        seal = memoryview(bytearray(SEAL_BYTES))
         for i, (name, buffer) in enumerate(zip(names, batch.buffers, strict=True)):
-            seal: bytearray | None = None
-            with _os_errors(self._address):
-                answer = self._get(name)
-                if answer is None:
-                    continue
-                if answer.meta["size"] == self.block_bytes + SEAL_BYTES:
-                    seal, num_bytes = bytearray(), 0
-                    for part in answer.stream(min_chunk_size=_CHUNK_BYTES):
-                        chunk = memoryview(part)
-                        payload = chunk[: self.block_bytes - num_bytes]
-                        buffer[num_bytes : num_bytes + len(payload)] = payload
-                        num_bytes += len(payload)
-                        seal += chunk[len(payload) :]
-            received(i, seal)
+            if (answer := self._send("GET", name, targets=[buffer, seal])) is not None:
+                received(i, seal if answer.num_bytes == self.block_bytes + SEAL_BYTES else None)
 
     def delete_values(self, names: list[bytes]) -> None:
         try:
-            with _os_errors(self._address):
-                obstore.delete(self._store, [self._path(name) for name in names])
+            for name in names:
+                self._send("DELETE", name)
         except OSError as error:
             # Without this right, the objects stay, and are misses.
             self._warnings.warn("delete", "%s", error)
 
     def delete_older(self, prefix: bytes) -> None:
-        try:
-            with _os_errors(self._address):
-                _delete_under(self._store, self._path(prefix))
-        except PermissionError as error:
-            self._warnings.warn("delete", "%s", error)
+        # In a process of its own: the library ends it if the store announces an answer that is larger than memory.
+        order = json.dumps([{name: getattr(self._options, name) for name in _CLIENT_OPTIONS}, self._path(prefix)])
+        command = [sys.executable, "-c", _DELETE]
+        done = subprocess.run(command, input=order, capture_output=True, text=True, timeout=_DELETE_S, check=False)
+        reason = (done.stderr.splitlines() or [""])[-1]
+        # Another try would not delete them: the right is missing, or the library has ended the process.
+        if reason.startswith("PermissionError") or done.returncode < 0:
+            self._warnings.warn("delete", "%s: private blocks stay: %s", self._address, reason)
+        elif done.returncode != 0:
+            raise OSError(reason)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _send(self, method: Literal["GET", "PUT", "DELETE"], name: bytes, **options: Any) -> Answer | None:
+        """Return the store's answer, None if it has no such object; OSError if it refuses the request."""
+        with _os_errors(self._address):
+            answer = self._client.request(method, self._path(name), **options)
+        if answer.status in (200, 201, 204) or (options.get("creates") and answer.status in _EXISTS):
+            return answer
+        text = f"{self._address}: {_shown(answer.text) or f'status {answer.status}'}"
+        if answer.status == 404:
+            if method != "PUT" and _NO_BUCKET not in text:
+                return None
+            raise FileNotFoundError(text)
+        # A wrong clock may be corrected later, so this is not a fault of the credentials.
+        if answer.status in (401, 403) and not _SKEWED.search(text):
+            raise PermissionError(text)
+        raise OSError(text)
 
     def _path(self, name: bytes) -> str:
         return self._root + name.decode("latin-1").replace(":", "/")
-
-    def _get(self, name: bytes) -> Any:
-        """Return the store's answer, its body not read yet; None if it has no such object."""
-        try:
-            return obstore.get(self._store, self._path(name))
-        except FileNotFoundError as error:
-            if _NO_BUCKET in str(error):
-                raise
-            return None
 
 
 def clear_bucket(values: S3Options, prefix: str, confirm: Callable[[dict[str, int]], None]) -> int:
@@ -279,8 +290,7 @@ def clear_bucket(values: S3Options, prefix: str, confirm: Callable[[dict[str, in
                 counts.update(":".join(path.removeprefix(values.prefix).strip("/").split("/")[:2]) for path in paths)
         # Count all objects first, so that `confirm` can show what would be lost.
         confirm(dict(counts))
-        with _os_errors(_address(values)):
-            return _delete_under(store, start)
+        return delete_under(values, start)
     except OSError as error:
         raise ValueError(f"{error}") from None
 
@@ -292,12 +302,14 @@ def _listed(store: S3Store, start: str) -> Iterator[list[str]]:
         yield [entry["path"] for entry in listed if entry["path"].startswith(start)]
 
 
-def _delete_under(store: S3Store, start: str) -> int:
-    num_deleted = 0
-    for paths in _listed(store, start):
-        if paths:
-            obstore.delete(store, paths)
-            num_deleted += len(paths)
+def delete_under(values: S3Options, start: str) -> int:
+    """Delete the objects whose paths begin with `start`, and return their number."""
+    num_deleted, store = 0, _store_of(values)
+    with _os_errors(_address(values)):
+        for paths in _listed(store, start):
+            if paths:
+                obstore.delete(store, paths)
+                num_deleted += len(paths)
     return num_deleted
 
 
@@ -322,7 +334,7 @@ def _store_of(values: S3Options) -> S3Store:
             client["root_certificate"] = Path(values.ca_file).read_bytes()
         return S3Store(values.bucket, config=config, client_options=client, retry_config=retries)
     except (BaseError, OSError) as error:
-        raise ValueError(f"{_address(values)} cannot be used: {_shown(error)}") from None
+        raise ValueError(f"{_address(values)} cannot be used: {_shown(str(error))}") from None
 
 
 @contextmanager
@@ -331,21 +343,20 @@ def _os_errors(address: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        text = f"{address}: {_shown(error)}"
+        text = f"{address}: {_shown(str(error))}"
         # A wrong clock may be corrected later, so this is not a fault of the credentials.
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError) and _SKEWED not in text:
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError) and not _SKEWED.search(text):
             raise PermissionError(text) from None
         if isinstance(error, FileNotFoundError):
             raise FileNotFoundError(text) from None
         # The library's threads may panic, and a panic is not an Exception.
-        if isinstance(error, BaseError) or type(error).__name__ == "PanicException":
+        if isinstance(error, BaseError | OSError) or type(error).__name__ == "PanicException":
             raise OSError(text) from None
         raise
 
 
-def _shown(error: BaseException) -> str:
+def _shown(text: str) -> str:
     """Return the store's code and message, or else the end of the first line: its start repeats the request."""
-    text = str(error)
     answer = re.search(r"<Code>(\w+)</Code>(?:.*?<Message>([^<]*)</Message>)?", text, re.DOTALL)
     if answer is not None:
         return f"{answer[1]}: {answer[2] or 'no message'}"[:200]

@@ -211,6 +211,7 @@ class SharedStoreTier(JobTier):
             self.connect()
             self._join_epoch()
         except (PermissionError, FileNotFoundError) as error:
+            self.close()
             raise ValueError(str(error)) from None
         except OSError:
             pass

@@ -52,7 +52,8 @@ def channel(client: Any, timeout_s: float) -> Iterator[Channel]:
     pool = client.connection_pool
     connection = pool.get_connection("GET")
     try:
-        yield Channel(connection, timeout_s)
+        # The library cannot receive into given memory.
+        yield Channel(connection._sock, timeout_s)
     except BaseException:
         # The next batch must not read the rest of this batch's answers.
         connection.disconnect()
@@ -98,17 +99,16 @@ class _Receiver(io.RawIOBase):
 
 
 class Channel:
-    """Sends batches of commands over a connection of the library, and reads their answers in order.
+    """Sends batches of commands over a connection, and reads their answers in order.
 
     Sending one batch, or receiving one answer, may take `timeout_s`.
     """
 
-    def __init__(self, connection: Any, timeout_s: float) -> None:
-        # The library cannot receive into given memory.
-        self._socket: socket.socket = connection._sock
+    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+        self._socket = sock
         self._timeout_s = timeout_s
-        self._receiver = _Receiver(self._socket, timeout_s)
-        self._reader = io.BufferedReader(self._receiver, _READ_BYTES)
+        self._receiver = _Receiver(sock, timeout_s)
+        self.reader = io.BufferedReader(self._receiver, _READ_BYTES)
 
     def send(self, buffers: Iterable[Any]) -> None:
         """Send buffers, one after the other."""
@@ -156,18 +156,18 @@ class Channel:
         num_bytes = int(rest)
         if num_bytes == sum(map(len, targets)):
             for target in targets:
-                self._reader.readinto(target)
+                self.reader.readinto(target)
         else:
             num_left = num_bytes
             while num_left:
-                num_left -= len(self._reader.read(min(num_left, _READ_BYTES)))
-        if self._reader.read(2) != b"\r\n":
+                num_left -= len(self.reader.read(min(num_left, _READ_BYTES)))
+        if self.reader.read(2) != b"\r\n":
             raise WireError("a value does not end where its length says")
         return num_bytes
 
     def _line(self) -> tuple[bytes, bytes]:
         self._receiver.end_s = time.monotonic() + self._timeout_s
-        line = self._reader.readline(_MAX_LINE_BYTES)
+        line = self.reader.readline(_MAX_LINE_BYTES)
         if len(line) == _MAX_LINE_BYTES:
             raise WireError("the server sends lines without an end")
         if len(line) < 3 or line[-2:] != b"\r\n":

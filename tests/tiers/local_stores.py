@@ -371,6 +371,10 @@ class _S3Request(BaseHTTPRequestHandler):
             self.objects[self.key] = self.body
             self.reply(200)
 
+    def _delete(self):
+        self.objects.pop(self.key, None)
+        self.reply(204)
+
     def _post(self):
         keys = re.findall(r"<Key>(.*?)</Key>", self.body.decode())
         for key in keys:
@@ -429,8 +433,7 @@ def _serve_faults(pipe, num_faults, share, seed):
         request.hang_up()
 
     def huge(request):
-        # The client library itself reserves memory for such an answer to a command that is not GET.
-        request.reply(200, bytes(1 << 14), 1 << 40 if request.command == "GET" else 1 << 16)
+        request.reply(dice.choice((200, 404, 412, 503)), bytes(1 << 14), 1 << 40)
         request.hang_up()
 
     def wait(request):

@@ -22,6 +22,7 @@ from stores import (
 
 from kvcache.assembly.assemble import parse_tier
 from kvcache.tiers import s3
+from kvcache.tiers.base import lifecycle
 from kvcache.tiers.base.checksum import SEAL_BYTES
 from kvcache.tiers.codecs.aes_gcm import KEYS_VARIABLE
 from kvcache.tiers.s3 import S3Options, S3Tier
@@ -136,6 +137,66 @@ def test_huge_object_is_not_read(local, start):
     local.intercept = announce_more
     result = load(tier, KEYS[:2])
     assert (result.done, result.failed, result.error, len(announced)) == (KEYS[1:2], KEYS[:1], "", 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "command"), [(404, "GET"), (412, "PUT"), (500, "GET"), (200, "PUT"), (200, "DELETE")]
+)
+def test_huge_answer_takes_no_memory(local, start, status, command):
+    """The library's own requests would reserve all that an answer announces."""
+    tier = start()
+    store(tier, KEYS[:3])
+    local.objects[path_of(tier, KEYS[1])] = b"deleted when it is read"
+
+    def announce_more(request):
+        if request.command == command:
+            request.reply(status, bytes(1 << 16), HUGE_BYTES)
+            request.hang_up()
+        return request.command == command
+
+    local.intercept = announce_more
+    store_as_is(tier, KEYS[4:5], 7)
+    assert load_as_is(tier, KEYS[:2], 8).done == ([] if command == "GET" else KEYS[:1])
+    local.intercept = lambda request: False
+    assert load(tier, KEYS[2:3], 9).done == KEYS[2:3]
+
+
+def test_huge_listing_ends_no_engine(local, start):
+    tier = start()
+    private_blocks(tier, local)
+    listed = []
+
+    def announce_more(request):
+        if is_list := "list-type" in request.query:
+            listed.append(request.query)
+            request.reply(200, bytes(1 << 16), HUGE_BYTES)
+            time.sleep(0.05)
+            request.wfile.write(bytes(1 << 16))
+            request.hang_up()
+        return is_list
+
+    local.intercept = announce_more
+    tier.reset()
+    wait_for_reset(tier)
+    assert listed
+    assert store(tier, KEYS[:2], 60).done == KEYS[:2]
+
+
+def test_failed_deletion_is_tried_again(local, start, monkeypatch):
+    monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
+    tier = start()
+    paths = private_blocks(tier, local)
+    answers = iter([True] * 4)
+
+    def refuse(request):
+        if is_busy := "list-type" in request.query and next(answers, False):
+            request.refuse(500, "InternalError")
+        return is_busy
+
+    local.intercept = refuse
+    tier.reset()
+    wait_for_reset(tier)
+    assert not set(paths) & local.objects.keys()
 
 
 def test_changed_or_moved_object_misses(local, start):
@@ -285,8 +346,7 @@ def private_blocks(tier, local):
     return [path_of(tier, key) for key in KEYS[:5]]
 
 
-def test_reset_deletes_private_blocks(local, start, monkeypatch):
-    monkeypatch.setattr(s3, "_MAX_LISTED", 2)
+def test_reset_deletes_private_blocks(local, start):
     tier = start()
     store(tier, KEYS[:3])
     paths = private_blocks(tier, local)
@@ -318,7 +378,7 @@ def test_corrupt_block_without_permission_stays(local, start):
     tier = start()
     store(tier, KEYS[:2])
     local.objects[path_of(tier, KEYS[0])] = bytes(BLOCK_BYTES + SEAL_BYTES)
-    local.intercept = answering(403, "AccessDenied", "POST")
+    local.intercept = answering(403, "AccessDenied", "DELETE")
     result = load(tier, KEYS[:2])
     assert (result.done, result.error, tier.stats().corrupt_blocks) == (KEYS[1:2], "", 1)
 
@@ -340,8 +400,7 @@ def test_panic_of_library_is_an_error(start, monkeypatch):
         raise PanicException("request valid")
 
     tier = start()
-    monkeypatch.setattr(s3.obstore, "put", panic)
-    monkeypatch.setattr(s3.obstore, "get", panic)
+    monkeypatch.setattr(s3.obstore, "sign", panic)
     assert "OSError: s3://blocks" in store(tier, KEYS[:1]).error
     assert "request valid" in S3Tier.unavailable_reason(S3Options(bucket="blocks"))
 
@@ -418,7 +477,7 @@ def test_check_leaves_nothing_behind(server):
     [
         (answering(403, "AccessDenied"), "AccessDenied"),
         (answering(403, "AccessDenied", "PUT"), "AccessDenied"),
-        (answering(403, "AccessDenied", "POST"), "does not delete names"),
+        (answering(403, "AccessDenied", "DELETE"), "does not delete names"),
         (answering(403, "RequestTimeTooSkewed"), "RequestTimeTooSkewed"),
         (answering(404, "NoSuchBucket"), "NoSuchBucket"),
         (answering(503, "SlowDown"), "SlowDown"),

@@ -9,7 +9,6 @@ import subprocess
 import time
 from contextlib import suppress
 from threading import Event, Thread
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -198,7 +197,7 @@ def test_partial_sends_go_on(kind):
     with theirs:
         reader.start()
         with ours:
-            Channel(SimpleNamespace(_sock=ours), 5.0).send(buffers)
+            Channel(ours, 5.0).send(buffers)
         reader.join()
     assert b"".join(received) == b"".join(buffers)
 
@@ -216,7 +215,7 @@ def test_deadline_is_of_batch_or_answer(monkeypatch):
                 time.sleep(0.01)
 
     with ours, theirs:
-        server = Channel(SimpleNamespace(_sock=ours), 5.0)
+        server = Channel(ours, 5.0)
         for _ in range(3):
             theirs.sendall(b":1\r\n")
             clock.now_s += 4.0
