@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: force help dev build stress demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-vllm-next test-sglang test-lmcache release clean
+.PHONY: force help dev build stress demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-vllm-next test-sglang test-lmcache peers peers-vllm peers-lmcache release clean
 
 VENV := .venv
 comma := ,
@@ -33,7 +33,7 @@ help:
 	@echo "make dev     .venv with the test tools, and a build in place; runs no tests"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
-	@echo "Others: lint typecheck docs asv-site asv-history docs-alone bench-smoke test-rest test-device test-debug test-asan test-extras sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-vllm-next clean"
+	@echo "Others: lint typecheck docs asv-site asv-history docs-alone bench-smoke test-rest test-device test-debug test-asan test-extras sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-vllm-next peers clean"
 	@echo "By hand: tsan"
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -218,6 +218,16 @@ test-sglang: build/wheel/stamp
 
 test-lmcache: build/wheel/stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/lmcache/run $(PYTEST_ARGS)
+
+# The engines' own tests with ours in the place of their parts, each after its engine's stage, whose environment it uses. CI runs
+# one release of vLLM; `make peers VLLM=0.34.0` shows what another release breaks.
+peers: peers-vllm peers-lmcache
+
+peers-vllm: build/wheel/stamp
+	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" VLLM_RELEASE=$(VLLM) tests/vllm/run peers $(PYTEST_ARGS)
+
+peers-lmcache: build/wheel/stamp
+	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/lmcache/run peers $(PYTEST_ARGS)
 
 clean:
 	@rm -rf build dist .venv .venv-* *.egg-info docs/_build docs/api/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis
