@@ -15,7 +15,7 @@ from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.disk.header import capacity_for
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 
 class RestoreDiskIndex:
@@ -39,7 +39,7 @@ class RestoreDiskIndex:
 
     def opened(self) -> DiskTier:
         capacity_bytes = capacity_for(self.num_blocks, 4096)
-        return DiskTier(self.path, capacity_bytes, self.host_blocks, preallocate=False)
+        return DiskTier(DiskOptions(path=self.path, capacity=capacity_bytes, preallocate=False), self.host_blocks)
 
     def teardown(self) -> None:
         shutil.rmtree(self.path)

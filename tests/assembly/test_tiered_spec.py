@@ -227,11 +227,13 @@ def test_pool_in_use_has_agreed_size(tmp_path):
 
 
 def test_direct_io_works_from_shared_memory(manager, tmp_path):
-    from kvcache.tiers.disk.tier import DiskTier
+    from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
     flat = np.zeros(3 * 8192, np.uint8)
     first = -flat.ctypes.data % 4096
-    probe = DiskTier(tmp_path / "probe", 1 << 20, flat[first : first + 8192].reshape(1, 8192))
+    probe = DiskTier(
+        DiskOptions(path=tmp_path / "probe", capacity=1 << 20), flat[first : first + 8192].reshape(1, 8192)
+    )
     try:
         assert manager.controllers[0].tier.is_direct == probe.is_direct
     finally:

@@ -79,9 +79,9 @@ def test_volume_of_others_names_user(monkeypatch, tmp_path):
 
 
 def test_files_of_others_are_named(monkeypatch, tmp_path):
-    from kvcache.tiers.disk.tier import DiskTier
+    from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
-    DiskTier(tmp_path / "kv", 4 << 20, host_rows(4, 4096)).shutdown()
+    DiskTier(DiskOptions(path=tmp_path / "kv", capacity=4 << 20), host_rows(4, 4096)).shutdown()
     monkeypatch.setattr(directory_module.os, "access", lambda path, mode: not str(path).endswith("records"))
     assert f"{tmp_path / 'kv' / 'records'} cannot be written by user {os.geteuid()}" in errors_of(disk(tmp_path / "kv"))
 
@@ -123,9 +123,9 @@ def test_engines_need_memory_and_disk_together(monkeypatch, tmp_path):
 
 
 def test_full_disk_of_whole_tier_passes(monkeypatch, tmp_path):
-    from kvcache.tiers.disk.tier import DiskTier
+    from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
-    DiskTier(tmp_path / "kv", 4 << 20, host_rows(4, 4096)).shutdown()
+    DiskTier(DiskOptions(path=tmp_path / "kv", capacity=4 << 20), host_rows(4, 4096)).shutdown()
     monkeypatch.setattr(findings_module.shutil, "disk_usage", lambda _: SimpleNamespace(total=80 << 20, free=0))
     shared = {"num_cpu_blocks": 8, "tiers": [disk(tmp_path / "kv")], "spec_name": "tiering"}
     findings = [finding for finding in check_config(shared) if "tiers[0]" in finding.subject]
@@ -149,8 +149,8 @@ def test_foreign_files_are_named(tmp_path, names):
     foreign = ", ".join(sorted(set(names) - {"lost+found"}))
     text = f"directory {tmp_path} is no disk tier: it has no kvcache.json, but {foreign}: choose a folder below it"
     assert text in errors_of(disk(tmp_path))
-    from kvcache.tiers.disk.tier import DiskTier
+    from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
     with pytest.raises(ValueError, match=r"but .*: choose a folder below it"):
-        DiskTier(tmp_path, 4 << 20, host_rows(4, 4096))
-    DiskTier(tmp_path / "below", 4 << 20, host_rows(4, 4096)).shutdown()
+        DiskTier(DiskOptions(path=tmp_path, capacity=4 << 20), host_rows(4, 4096))
+    DiskTier(DiskOptions(path=tmp_path / "below", capacity=4 << 20), host_rows(4, 4096)).shutdown()

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("typer")
 
 from kvcache.cli.findings import Finding, check_file
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 ADAPTER = "kvcache.integrations.vllm"
 REMOVED = object()
@@ -187,7 +187,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("resource.getrlimit", lambda which: (-1, -1))
     host_blocks = np.zeros((8, 4096), np.uint8)
     for name in ("ours", "long", "damaged", "used"):
-        tier = DiskTier(tmp_path / name, 1 << 20, host_blocks)
+        tier = DiskTier(DiskOptions(path=tmp_path / name, capacity=1 << 20), host_blocks)
         if name != "used":
             tier.shutdown()
     with (tmp_path / "long" / "data").open("ab") as file:

@@ -12,14 +12,14 @@ pytest.importorskip("rich")
 
 from kvcache.tiers.disk.directory import directory_bytes
 from kvcache.tiers.disk.header import capacity_for
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 
 @contextmanager
 def opened(path, num_blocks=16):
     """Open a disk tier; yield its host blocks and the tier."""
     host = np.zeros((16, 4096), np.uint8)
-    tier = DiskTier(path, capacity_for(num_blocks, 4096), host, fingerprint={"model": "m"})
+    tier = DiskTier(DiskOptions(path=path, capacity=capacity_for(num_blocks, 4096)), host, {"model": "m"})
     try:
         yield host, tier
     finally:

@@ -40,6 +40,7 @@ from kvcache.metrics import (
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiers.base.tier import TierResult
 from kvcache.tiers.base.wear import DAY_S, Wear, uptime_s
+from kvcache.tiers.disk.tier import DiskOptions
 
 STEP_MIN = 5
 # Two hours of yesterday, and the same two of today; the incident begins half an hour into today's.
@@ -175,7 +176,7 @@ class DamagedDisk(Engine):
     def __init__(self, folder: Path) -> None:
         self.data = folder / "data"
         pool = np.zeros((NUM_BLOCKS, 4096), dtype=np.uint8)
-        super().__init__("damaged", DiskTier(folder, 1 << 20, pool, fingerprint={}))
+        super().__init__("damaged", DiskTier(DiskOptions(path=folder, capacity=1 << 20), pool, {}))
 
     def serve(self, is_incident: bool) -> None:
         pass

@@ -20,7 +20,7 @@ import xxhash
 from kvcache.epoch import Epoch
 from kvcache.tiers.disk.directory import directory_bytes
 from kvcache.tiers.disk.header import capacity_for
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 BLOCK_BYTES = 16384
 NUM_BLOCKS = 200
@@ -34,7 +34,9 @@ def open_tier(folder):
     host_blocks = flat.reshape(-1, BLOCK_BYTES)
     # A later start finds the blocks of a reset by their version only.
     named = Epoch.of_version("v1").of_fingerprint({})
-    return host_blocks, DiskTier(folder, CAPACITY_BYTES, host_blocks, fingerprint=named, flush_interval_s=0.02)
+    return host_blocks, DiskTier(
+        DiskOptions(path=folder, capacity=CAPACITY_BYTES, flush_interval_s=0.02), host_blocks, named
+    )
 
 
 CAPACITY_BYTES = capacity_for(NUM_BLOCKS, BLOCK_BYTES)

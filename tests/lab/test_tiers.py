@@ -22,7 +22,7 @@ from kvcache.lab.traces.keys import KeyMaker
 from kvcache.lab.traces.trace import Trace
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiers.disk.header import capacity_for
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 BLOCK_BYTES = 4096
 # Whole traces over real disks take minutes: KVCACHE_WHOLE_TRACE=1.
@@ -37,7 +37,9 @@ def over_disks(folder, block_size, num_blocks, disks, policy):
         tiers = []
         for i, blocks in enumerate(disks):
             size = capacity_for(blocks, BLOCK_BYTES)
-            tier = DiskTier(folder / str(i), size, host_blocks, cache_policy=policy, preallocate=False)
+            tier = DiskTier(
+                DiskOptions(path=folder / str(i), capacity=size, cache_policy=policy, preallocate=False), host_blocks
+            )
             open_now.callback(tier.shutdown)
             assert tier.num_blocks == blocks
             tiers.append((tier, config))

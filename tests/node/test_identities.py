@@ -45,14 +45,18 @@ class TieredEngine:
     """An engine over host memory, a directory of its own and a common server; `version` is its `weights_version`."""
 
     def __init__(self, place, number, version):
-        from kvcache.tiers.disk.tier import DiskTier
+        from kvcache.tiers.disk.tier import DiskOptions, DiskTier
         from kvcache.tiers.valkey import ValkeyTier
 
         self.rows = np.zeros((8, 4096), np.uint8)
         fingerprint = named(CHECKPOINT, version)
         path, url = place.folder / f"disk-{number}", f"valkey://127.0.0.1:{place.server.port}"
         tiers = [
-            DiskTier(path, DiskTier.capacity_for(16, 4096), self.rows, fingerprint=fingerprint, preallocate=False),
+            DiskTier(
+                DiskOptions(path=path, capacity=DiskTier.capacity_for(16, 4096), preallocate=False),
+                self.rows,
+                fingerprint,
+            ),
             ValkeyTier(url, self.rows, fingerprint=fingerprint, timeout_s=2.0),
         ]
         self.manager = TieredOffloadingManager(16, 8, tiers)

@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from kvcache.tiers.disk.header import capacity_for
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 SCALE = float(os.environ.get("KVCACHE_STRESS", "1"))
 
@@ -19,9 +19,10 @@ def payload(seed, num_bytes):
 class Disk:
     """A disk tier over host blocks of its own, with one job in flight at a time."""
 
-    def __init__(self, path, num_blocks, block_bytes, num_host, **options):
+    def __init__(self, path, num_blocks, block_bytes, num_host, fingerprint=None, **options):
         self.host = np.frombuffer(mmap.mmap(-1, num_host * block_bytes), np.uint8).reshape(num_host, block_bytes)
-        self.tier = DiskTier(path, capacity_for(num_blocks, block_bytes), self.host, **options)
+        settings = DiskOptions(path=path, capacity=capacity_for(num_blocks, block_bytes), **options)
+        self.tier = DiskTier(settings, self.host, fingerprint)
         self.job_id = 0
 
     def store(self, keys, seeds=None):

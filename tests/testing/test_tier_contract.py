@@ -15,7 +15,7 @@ from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.base.job_tier import BlockOutcome, JobTier
 from kvcache.tiers.disk.header import capacity_for
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 from kvcache.tiers.memory import MemoryTier
 
 
@@ -23,7 +23,7 @@ class TestDiskTier(TierContract):
     survives_restart = True
 
     def open_tier(self, path, host_blocks, num_blocks):
-        return DiskTier(path, capacity_for(num_blocks, self.block_bytes), host_blocks)
+        return DiskTier(DiskOptions(path=path, capacity=capacity_for(num_blocks, self.block_bytes)), host_blocks)
 
     def options(self, path, num_blocks):
         return {"path": str(path), "capacity": capacity_for(num_blocks, self.block_bytes)}
@@ -170,6 +170,8 @@ def verdict_of(tier_class, tmp_path):
 WrongCount = type("WrongCount", (ManualTier,), {"lookup": lambda self, keys: len(keys)})
 Endless = type("Endless", (ManualTier,), {"lookup": lambda self, keys: threading.Event().wait()})
 Silent = type("Silent", (ManualTier,), {"get_finished": lambda self: []})
+
+
 class NoOptions(Options):
     """Declares that a tier can be configured."""
 

@@ -21,7 +21,7 @@ from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.base import job_tier
 from kvcache.tiers.disk.header import capacity_for
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 BLOCK_BYTES = 16384
 NUM_BLOCKS = 1024
@@ -80,7 +80,10 @@ def no_collector():
 def world(tmp_path, monkeypatch):
     monkeypatch.setattr(job_tier, "_SHUTDOWN_S", 0.2)
     flat = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES), np.uint8)
-    tier = DiskTier(tmp_path / "tier", capacity_for(4096, BLOCK_BYTES), flat.reshape(NUM_BLOCKS, BLOCK_BYTES))
+    tier = DiskTier(
+        DiskOptions(path=tmp_path / "tier", capacity=capacity_for(4096, BLOCK_BYTES)),
+        flat.reshape(NUM_BLOCKS, BLOCK_BYTES),
+    )
     rule = TierConfig(deadline_s=20.0, pause_s=60.0, max_store_blocks=256)
     manager = TieredOffloadingManager(16, NUM_BLOCKS, [(tier, rule)], deadline_s=0.5)
     yield tier, manager

@@ -25,11 +25,13 @@ class DiskBench:
     def open(self, num_blocks=16, path=None, block_bytes=BLOCK_BYTES, **options):
         # Here, where a missing package skips the test: not where the folder is collected.
         from kvcache.tiers.disk.header import capacity_for
-        from kvcache.tiers.disk.tier import DiskTier
+        from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
         blocks = options.pop("host_blocks", None)
         blocks = self.host_blocks(block_bytes) if blocks is None else blocks
-        tier = DiskTier(path or self.path, capacity_for(num_blocks, block_bytes), blocks, **options)
+        fingerprint = options.pop("fingerprint", None)
+        options = DiskOptions(path=path or self.path, capacity=capacity_for(num_blocks, block_bytes), **options)
+        tier = DiskTier(options, blocks, fingerprint)
         self.opened.append(tier)
         return tier
 

@@ -184,7 +184,7 @@ def test_keys_of_any_bytes_survive(bench):
 
 def test_capacity_bounds_the_new_folder(bench, tmp_path):
     capacity = 300_000
-    tier = DiskTier(tmp_path / "small", capacity, bench.host_blocks())
+    tier = DiskTier(DiskOptions(path=tmp_path / "small", capacity=capacity), bench.host_blocks())
     bench.opened.append(tier)
     for first in range(0, 120, 30):
         assert directory_bytes(tmp_path / "small") <= capacity
@@ -202,7 +202,9 @@ def test_cut_groups_consecutive_slots(bench):
 
 def test_threads_share_a_large_job(tmp_path):
     rows = np.zeros((4, 1 << 20), np.int8)
-    tier = DiskTier(tmp_path, DiskTier.capacity_for(80, 1 << 20), rows, num_threads=4, preallocate=False)
+    tier = DiskTier(
+        DiskOptions(path=tmp_path, capacity=DiskTier.capacity_for(80, 1 << 20), num_threads=4, preallocate=False), rows
+    )
     assert [len(run) for run in tier.cut(list(range(3)), 3)] == [2, 1]
     assert [len(run) for run in tier.cut(list(range(12)), 12)] == [3] * 4
     assert [len(run) for run in tier.cut(list(range(0, 80, 2)), 40)] == [1] * 40
@@ -396,7 +398,7 @@ def test_interrupted_resize_is_finished(bench, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity_bytes": 5000}, "capacity_bytes must be >= [0-9]+ to hold one block of 4096 bytes, got 5000"),
+        ({"capacity": 5000}, "capacity_bytes must be >= [0-9]+ to hold one block of 4096 bytes, got 5000"),
         ({"host_blocks": np.zeros((4, 4096), np.float32)}, "host_blocks must be a writable array of bytes"),
         ({"num_threads": 0}, "num_threads in a disk tier must be a whole number >= 1, .* got 0"),
         ({"flush_interval_s": -1}, "flush_interval_s in a disk tier must be a number of seconds > 0 .* got -1"),
@@ -413,10 +415,13 @@ def test_interrupted_resize_is_finished(bench, tmp_path):
     ],
 )
 def test_bad_arguments_name_the_value(bench, options, message):
-    usual = {"path": bench.path, "capacity_bytes": 1 << 20, "host_blocks": bench.host_blocks()}
+    others = [name for name in options if name in ("host_blocks", "fingerprint")]
+    arguments = {"host_blocks": bench.host_blocks()} | {name: options[name] for name in others}
+    usual = {"path": bench.path, "capacity": 1 << 20}
+    changed = {name: value for name, value in options.items() if name not in others}
     with pytest.raises(ValueError, match=message):
-        DiskTier(**usual | options)
-    DiskTier(**usual).shutdown()
+        DiskTier(DiskOptions(**usual | changed), **arguments)
+    DiskTier(DiskOptions(**usual), bench.host_blocks()).shutdown()
 
 
 def test_another_model_is_refused(bench):

@@ -237,9 +237,9 @@ def test_process_ends_despite_hung_io_thread(tmp_path):
     code = (
         "import sys, threading, numpy as np\n"
         "from kvcache.tiers.base import job_tier\n"
-        "from kvcache.tiers.disk.tier import DiskTier\n"
+        "from kvcache.tiers.disk.tier import DiskOptions, DiskTier\n"
         "job_tier._SHUTDOWN_S = 0.1\n"
-        "tier = DiskTier(sys.argv[1], 1 << 20, np.zeros((4, 4096), np.uint8))\n"
+        "tier = DiskTier(DiskOptions(path=sys.argv[1], capacity=1 << 20), np.zeros((4, 4096), np.uint8))\n"
         "tier._store.write_payload = lambda slot, rows: threading.Event().wait()\n"
         "assert tier.submit_store(1, [b'k'], [0])\n"
         "tier.shutdown()\n"
@@ -516,8 +516,8 @@ def test_forked_child_does_not_keep_lock(bench):
 def test_child_of_killed_writer_frees_lock(bench):
     code = (
         "import os, sys, time, numpy as np\n"
-        "from kvcache.tiers.disk.tier import DiskTier\n"
-        "tier = DiskTier(sys.argv[1], 1 << 20, np.zeros((4, 4096), np.uint8))\n"
+        "from kvcache.tiers.disk.tier import DiskOptions, DiskTier\n"
+        "tier = DiskTier(DiskOptions(path=sys.argv[1], capacity=1 << 20), np.zeros((4, 4096), np.uint8))\n"
         "if not os.fork():\n"
         "    print(os.getpid(), flush=True)\n"
         "time.sleep(60)"

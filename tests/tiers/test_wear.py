@@ -15,7 +15,7 @@ from kvcache.tiers.base import wear as wear_module
 from kvcache.tiers.base.tier import describe_tier
 from kvcache.tiers.base.wear import DAY_S, RECORD_BYTES, Wear, parse_endurance
 from kvcache.tiers.disk.directory import clear_directory
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 NUM_BLOCKS = 1000
 
@@ -191,7 +191,7 @@ def test_disk_keeps_budget_over_restarts(tmp_path):
     path, capacity = tmp_path / "tier", DiskTier.capacity_for(NUM_BLOCKS, 4096)
 
     def opened():
-        tier = DiskTier(path, capacity, rows, flush_interval_s=0.01)
+        tier = DiskTier(DiskOptions(path=path, capacity=capacity, flush_interval_s=0.01), rows)
         tier.wear.limit(1000.0)
         deadline = time.monotonic() + 20
         while not tier.wear.left() and time.monotonic() < deadline:

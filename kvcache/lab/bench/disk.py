@@ -13,7 +13,7 @@ import numpy as np
 from kvcache.lab.bench.tier import move
 from kvcache.tiers.base.tier import host_rows
 from kvcache.tiers.disk.directory import shared_names
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the step, the blocks done and the blocks in all."""
@@ -60,7 +60,13 @@ def measure_disk(
     host_blocks[:] = np.random.default_rng(0).integers(0, 256, block_bytes, np.uint8)
     keys = [i.to_bytes(8, "big") for i in range(num_blocks)]
     tier = DiskTier(
-        path, DiskTier.capacity_for(num_blocks, block_bytes), host_blocks, num_threads=num_threads, flush_interval_s=60
+        DiskOptions(
+            path=str(path),
+            capacity=DiskTier.capacity_for(num_blocks, block_bytes),
+            num_threads=num_threads,
+            flush_interval_s=60,
+        ),
+        host_blocks,
     )
     calls: list[float] = []
     try:

@@ -15,7 +15,7 @@ import numpy as np
 from kvcache.assembly.assemble import parse_tier
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiers.disk.tier import DiskTier
+from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 if TYPE_CHECKING:
     from kvcache.request import ReqContext
@@ -89,12 +89,9 @@ def patient_manager(
         tier = settings.make(host_blocks, fingerprint)
     else:
         tier = DiskTier(
-            below.path,
-            below.capacity_bytes,
+            DiskOptions(path=str(below.path), capacity=below.capacity_bytes, cache_policy=policy, preallocate=False),
             host_blocks,
-            fingerprint=fingerprint,
-            cache_policy=policy,
-            preallocate=False,
+            fingerprint,
         )
     rule = TierConfig(deadline_s=_PATIENCE_S, max_store_blocks=1024)
     try:

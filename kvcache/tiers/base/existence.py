@@ -89,10 +89,3 @@ class ExistenceCache:
             forgotten = self._until_s.popitem(last=False)[0]
             self._held.discard(forgotten)
             self._unread.discard(forgotten)
-
-    def clear(self) -> None:
-        """Forget all keys and queries."""
-        self._until_s.clear()
-        self._held.clear()
-        self._unread.clear()
-        self._asked.clear()

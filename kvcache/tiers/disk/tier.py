@@ -38,7 +38,7 @@ from kvcache.options import (
     parse_text,
     parse_threads,
 )
-from kvcache.tiers.base.codec import Codec, make_codec, parse_codec, stored_form
+from kvcache.tiers.base.codec import make_codec, parse_codec, stored_form
 from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierBatch, TierContents
 from kvcache.tiers.base.log_limiter import LogLimiter
 from kvcache.tiers.base.medium import consecutive
@@ -65,7 +65,7 @@ _PLACEHOLDERS = ("{dp_rank}", "{rank}")
 
 
 def _parse_path(name: str, value: object) -> str:
-    path = parse_text(name, value)
+    path = parse_text(name, str(value) if isinstance(value, Path) else value)
     for placeholder in re.findall(r"[{][^{}/]*[}]", path):
         # {model} is valid with a node's pool only, which replaces it before the tier is made.
         if placeholder not in (*_PLACEHOLDERS, "{model}"):
@@ -87,9 +87,7 @@ class DiskOptions(Options):
     capacity: int = option(parse_size, when="always: bytes on disk at most, metadata included")
     cache_policy: str | type = option(parse_policy, "lru", when="another policy hits more in a tier of this size")
     read_only: bool = option(parse_flag, False, when="the tier serves what the directory holds and must not change it")
-    num_threads: int = option(
-        parse_threads, 4, when="`kvcache bench disk` is faster with another number", rare=True
-    )
+    num_threads: int = option(parse_threads, 4, when="`kvcache bench disk` is faster with another number", rare=True)
     flush_interval_s: float = option(
         parse_duration, 1.0, when="a loss of power may cost more, or must cost less, than a second", rare=True
     )
@@ -117,41 +115,29 @@ class DiskTier(JobTier):
 
     Parameters
     ----------
-    path : path-like
-        The directory; made if it is missing. One process may write to it at a time.
-    capacity_bytes : int
-        Bytes on disk at most, metadata included.
+    options : DiskOptions
+        The directory, its capacity and the rest; see :doc:`/howto/options`. The directory is made if it is missing. One
+        process may write to it at a time.
     host_blocks : numpy.ndarray
         The pool, uint8 or int8, shape (num_blocks, block_bytes); for direct I/O, blocks start at multiples of 4096.
     fingerprint : mapping, optional
         The model, dtype and geometry of the blocks, JSON-serializable; a directory of another fingerprint is refused.
-    codec : Codec, optional
-        Encodes the blocks.
-    **options
-        The tier's other options; see :doc:`/howto/options`.
 
     Raises
     ------
     TierDirectoryError
         The directory cannot be used; the message says why. It is a ValueError.
     ValueError
-        An argument is out of range, or the capacity is below one block.
+        The capacity is below one block, or `fingerprint` is invalid.
     """
 
     options_type = DiskOptions
     wear: Wear
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        capacity_bytes: int,
-        host_blocks: HostBlocks,
-        *,
-        fingerprint: Mapping[str, Any] | None = None,
-        codec: Codec | None = None,
-        **options: Any,
+        self, options: DiskOptions, host_blocks: HostBlocks, fingerprint: Mapping[str, Any] | None = None
     ) -> None:
-        values = DiskOptions(path=os.fspath(path), capacity=capacity_bytes, **options)
+        codec = make_codec(options.codec, host_blocks)
         block_bytes, described = stored_form(codec, host_blocks, fingerprint)
         try:
             plain = json.loads(json.dumps(described, allow_nan=False))
@@ -159,17 +145,13 @@ class DiskTier(JobTier):
             raise ValueError("fingerprint must be JSON-serializable, got one nested too deeply") from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"fingerprint must be JSON-serializable, got {fingerprint!r}") from error
-        self.path = Path(path)
-        self.capacity_bytes = values.capacity
-        self._header = Header.fresh(block_bytes, num_slots_within(values.capacity, block_bytes), plain)
-        self._is_read_only = values.read_only
-        self._preallocate = values.preallocate
-        self._has_page_cache = bool(values.page_cache)
+        self.path = Path(options.path)
+        self._options = options
+        self._header = Header.fresh(block_bytes, num_slots_within(options.capacity, block_bytes), plain)
         # Consecutive slots move in one call only if no padding lies between two blocks.
         is_packed = self._header.slot_bytes == block_bytes
-        max_run_blocks = max(1, min(MAX_RUN_BLOCKS, values.max_io_bytes // block_bytes)) if is_packed else 1
+        max_run_blocks = max(1, min(MAX_RUN_BLOCKS, options.max_io_bytes // block_bytes)) if is_packed else 1
         self._shared_blocks = SHARED_BYTES // block_bytes
-        self._num_threads = values.num_threads
         self.wear = Wear(self._header.num_slots, self._header.slot_bytes, is_kept=True)
         self._store: BlockStore | None = None
         self._current = (0, self._header.generation)
@@ -183,28 +165,26 @@ class DiskTier(JobTier):
             codec=codec,
             fingerprint=fingerprint,
             num_blocks=self._header.num_slots,
-            cache_policy=values.cache_policy,
-            num_threads=values.num_threads,
-            max_queued_blocks=values.max_queued_blocks,
+            cache_policy=options.cache_policy,
+            num_threads=options.num_threads,
+            max_queued_blocks=options.max_queued_blocks,
             max_batch_blocks=max_run_blocks,
             max_key_bytes=MAX_KEY_BYTES,
-            open_timeout_s=values.open_timeout_s,
-            maintain_interval_s=values.flush_interval_s,
-            read_only=values.read_only,
+            open_timeout_s=options.open_timeout_s,
+            maintain_interval_s=options.flush_interval_s,
+            read_only=options.read_only,
         )
         self._is_late = self._store is None
         if self._is_late:
             _LOG.warning(
                 "disk tier: directory %s has not opened within %s s; going on without it until it does",
-                path,
-                values.open_timeout_s,
+                self.path,
+                options.open_timeout_s,
             )
 
     @classmethod
     def make(cls, options: DiskOptions, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> DiskTier:
-        codec = make_codec(options.codec, host_blocks)
-        others = options.arguments("path", "capacity", "codec")
-        return cls(options.path, options.capacity, host_blocks, fingerprint=fingerprint, codec=codec, **others)
+        return cls(options, host_blocks, fingerprint)
 
     @classmethod
     def unavailable_reason(cls, options: DiskOptions) -> str:
@@ -291,7 +271,7 @@ class DiskTier(JobTier):
         """Begin a new generation with the reset's weights, durably. A read-only directory does not change."""
         store = self._opened()
         header = store.directory.header
-        if not self._is_read_only:
+        if not self._options.read_only:
             header = header.after_reset(Epoch.after_reset(self.version).of_fingerprint(header.fingerprint))
             with self._warning_of("reset"):
                 store.directory.write_header(header)
@@ -299,7 +279,7 @@ class DiskTier(JobTier):
 
     def mark_reset(self) -> None:
         """Wait for the mark of a reset, but not for a disk that hangs."""
-        if self._is_read_only or self._store is None:
+        if self._options.read_only or self._store is None:
             return
         directory = self._store.directory
         salt = directory.header.salt
@@ -324,7 +304,7 @@ class DiskTier(JobTier):
     def maintain(self) -> None:
         """Write recency and make everything durable; notice that the directory was removed."""
         store = self._store
-        if store is None or self._is_read_only or self._is_removed:
+        if store is None or self._options.read_only or self._is_removed:
             return
         with self._warning_of("flush"):
             if store.directory.is_present(store.fd):
@@ -347,14 +327,14 @@ class DiskTier(JobTier):
     def close(self) -> None:
         """Close the files, unless a thread that hangs may still use them."""
         if all(mark.stop(_CLOSE_S) for mark in self._marks) and self._store is not None:
-            if not (self._is_read_only or self._is_removed):
+            if not (self._options.read_only or self._is_removed):
                 with suppress(OSError), self._warning_of("close"):
                     self._record_wear(self._store, is_last=True)
             self._store.close()
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
         places = slots or []
-        share = max(1, self._shared_blocks, math.ceil(num_blocks / self._num_threads))
+        share = max(1, self._shared_blocks, math.ceil(num_blocks / self._options.num_threads))
         size = min(share, self.max_batch_blocks)
         if places and places == list(range(places[0], places[0] + num_blocks)):
             return consecutive(num_blocks, size)
@@ -380,10 +360,10 @@ class DiskTier(JobTier):
         self._opened().table.stamp(np.array(slots), last_seq - np.arange(len(slots), dtype=np.uint64))
 
     def _open(self, undo: ExitStack) -> TierContents:
-        directory = TierDirectory(self.path, self._header, self._is_read_only)
+        directory = TierDirectory(self.path, self._header, self._options.read_only)
         undo.callback(directory.close)
-        is_allocated = self._preallocate and not self._is_read_only and directory.allocate()
-        store = BlockStore(directory, self.host_rows, self._is_read_only, self._has_page_cache)
+        is_allocated = self._options.preallocate and not self._options.read_only and directory.allocate()
+        store = BlockStore(directory, self.host_rows, self._options.read_only, bool(self._options.page_cache))
         undo.callback(store.close)
         store.table.has_space[:] = is_allocated
         self.wear.restore(directory.read_wear())
