@@ -313,7 +313,7 @@ def _check_node(name: str | bool, num_bytes: int) -> tuple[int, Finding]:
     text += f"; it has {format_size(pool_bytes)}, engines that use it: {num_engines}"
     # A pool is a whole number of blocks.
     if processes and not 0 <= num_bytes - pool_bytes < identity["block_bytes"]:
-        return used_bytes, Finding("error", "node pool", f"{text}: an engine of {format_size(num_bytes)} is refused")
+        return used_bytes, Finding("error", "node pool", f"{text}; an engine of {format_size(num_bytes)} is refused")
     return used_bytes, Finding("ok", "node pool", text)
 
 

@@ -290,8 +290,8 @@ def test_check_names_the_existing_node_pool(check, monkeypatch):
         identity = {"num_blocks": 31, "block_bytes": 2 << 20, "block_size": 16}
         engine = NodeManager(folder, greeting("a", identity, {"cache_policy": "lru"}), starts_owner=False)
         text = check(given)[1]
-        assert f"error node pool one for all engines of this machine, {folder}; it has 62 MiB, and 1 engines" in text
-        assert "use it: an engine of 64 MiB is refused" in text
+        assert f"error node pool one for all engines of this machine, {folder}; it has 62 MiB, " in text
+        assert "engines that use it: 1; an engine of 64 MiB is refused" in text
         given["kv_transfer_config"]["kv_connector_extra_config"]["cpu_bytes_to_use"] = "63MiB"
         assert "ok shared memory 1 MiB are needed below /dev/shm" in check(given)[1]
         engine.shutdown()
@@ -387,14 +387,14 @@ def test_check_names_life_of_disk(check, tmp_path, endurance, level):
     pytest.importorskip("xxhash")
     from kvcache.tiers.base.tier import host_rows
     from kvcache.tiers.base.wear import DAY_S, Wear
-    from kvcache.tiers.disk.tier import DiskTier
+    from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
     now_s = [0.0]
     wear = Wear(1000, 4096, clock=lambda: now_s[0])
     wear.spend(5000)
     now_s[0] = DAY_S
     capacity = DiskTier.capacity_for(1000, 4096)
-    tier = DiskTier(tmp_path / "kv", capacity, host_rows(8, 4096))
+    tier = DiskTier(DiskOptions(path=tmp_path / "kv", capacity=capacity), host_rows(8, 4096))
     tier.wear.restore(wear.record()[0])
     tier.shutdown()
     entry = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": capacity, **endurance}

@@ -211,23 +211,23 @@ def test_disk_keeps_budget_over_restarts(tmp_path):
 
 def test_life_is_known_after_restart(tmp_path):
     rows = np.zeros((4, 4096), np.uint8)
-    path, capacity = tmp_path / "tier", DiskTier.capacity_for(NUM_BLOCKS, 4096)
+    options = DiskOptions(path=tmp_path / "tier", capacity=DiskTier.capacity_for(NUM_BLOCKS, 4096))
     machine = Machine()
     wear = machine.start(endurance=None)
     wear.spend(2 * NUM_BLOCKS)
     machine.now_s += DAY_S
-    tier = DiskTier(path, capacity, rows)
+    tier = DiskTier(options, rows)
     tier.wear.restore(wear.record()[0])
     tier.shutdown()
-    tier = DiskTier(path, capacity, rows)
+    tier = DiskTier(options, rows)
     assert "2 drive writes a day: an SSD rated for 1 lives 2.5 years" in describe_tier(tier.stats())
     tier.shutdown()
     # A tier of half the size writes its capacity twice as often. A budget names the rating.
-    recorded = DiskTier.recorded_wear(path, DiskTier.capacity_for(NUM_BLOCKS // 2, 4096))
+    recorded = DiskTier.recorded_wear(options.path, DiskTier.capacity_for(NUM_BLOCKS // 2, 4096))
     recorded.limit(3.0)
     assert recorded.stats()["drive_writes"] == pytest.approx(4, rel=1e-3)
     assert recorded.stats()["life_years"] == pytest.approx(3.75, rel=1e-3)
-    assert DiskTier.recorded_wear(tmp_path / "none", capacity) is None
+    assert DiskTier.recorded_wear(tmp_path / "none", 1 << 20) is None
 
 
 @pytest.mark.parametrize("num_blocks", [2, 10**9])
