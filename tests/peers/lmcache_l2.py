@@ -41,7 +41,8 @@ class Mock(KVCacheL2):
         self._bytes_per_s = config.mock_bandwidth_gb * 2**30
         # A tier for each size has a share of the capacity, so it is larger than the mock's.
         capacity = max(int(config.max_size_gb * 2**30), 64 << 20)
-        super().__init__({"kind": "disk", "path": f"{tempfile.mkdtemp()}/l2", "capacity": capacity})
+        path = f"{tempfile.mkdtemp()}/l2"
+        super().__init__({"kind": "disk", "path": path, "capacity": capacity, "preallocate": False})
         self.set_backend_identity("mock")
 
     def _wait(self, memory: Any) -> None:
@@ -72,7 +73,8 @@ class Fs(KVCacheL2):
     """Ours in the directory of their fs adapter."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__({"kind": "disk", "path": str(Path(config.base_path) / "l2"), "capacity": 64 << 20})
+        path = str(Path(config.base_path) / "l2")
+        super().__init__({"kind": "disk", "path": path, "capacity": 64 << 20, "preallocate": False})
         self.set_backend_identity("fs")
 
 

@@ -62,7 +62,8 @@ if KIND == "memory":
 
 def options_of(view: memoryview, folder: str) -> dict[str, Any]:
     """Return the options of a tier of `KIND`; disk tiers of the same folder see the same blocks."""
-    place = {"path": f"{folder}/kv", "capacity": "64MiB"} if KIND == "disk" else {"capacity": 64 * view.nbytes}
+    disk = {"path": f"{folder}/kv", "capacity": "64MiB", "preallocate": False}
+    place = disk if KIND == "disk" else {"capacity": 64 * view.nbytes}
     # By default a tier takes stores of half of the host blocks, of which these tests have five.
     return {"kind": KIND, **place, "max_store_blocks": 1024}
 
