@@ -57,6 +57,8 @@ class EngineLeases:
         self.leases: defaultdict[int, Lease] = defaultdict(Lease)
         # The key that the engine writes to each slot.
         self.writing: dict[int, bytes] = {}
+        # The slots of its last OFFER.
+        self.offered: list[int] = []
         # The leases and the written slots from before its last reset.
         self._old_leases: list[Lease] = []
         self.old_writes: set[int] = set()
@@ -196,6 +198,8 @@ class NodeLeases:
             self.manager.on_request_finished(lease.read_ends(), use_positions=bool(frame.flag))
         elif op == protocol.LATE:
             engine.num_outages += 1
+            if frame.flag:
+                self._end_stores(engine, engine.offered, None, False)
         else:
             raise ValueError(f"unknown operation {op}")
         return None
@@ -265,7 +269,7 @@ class NodeLeases:
         """Reserve slots for the absent blocks of a store."""
         offered, _ = unpack_keys(frame.payload, frame.key_bytes, epoch=engine.epoch)
         keys, lease = offered, engine.leases[frame.request]
-        output, room = None, self._room(engine)
+        output, room, engine.offered = None, self._room(engine), []
         if engine.is_recovering():
             # A part of the store is enough: its end returns the slots from before the reset.
             keys = keys[:room]
@@ -279,7 +283,8 @@ class NodeLeases:
             return pack(protocol.SLOTS, 1, frame.request)
         self.manager.reorder(lease.read_ends())
         slots = output.store_spec.block_ids  # type: ignore[attr-defined]
-        engine.writing.update(zip(slots.tolist(), output.keys_to_store, strict=True))
+        engine.offered = slots.tolist()
+        engine.writing.update(zip(engine.offered, output.keys_to_store, strict=True))
         return pack(protocol.SLOTS, 0, frame.request, _slots_of(offered, output.keys_to_store, slots))
 
     def _end_stores(self, engine: EngineLeases, slots: list[int], context: ReqContext | None, success: bool) -> None:

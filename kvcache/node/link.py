@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -18,8 +19,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from kvcache.node import protocol
 from kvcache.node.protocol import Frame, FrameReader, pack
@@ -84,11 +83,6 @@ class Link:
             if frame is None:
                 return False
             self._num_late -= 1
-            if frame.op == protocol.SLOTS and not frame.flag:
-                # The engine took the late answer for a refused store, so return the reserved slots.
-                slots = np.frombuffer(frame.payload, "<i4")
-                slots = slots[slots >= 0]
-                self.tell(protocol.STORED, 0, frame.request, struct.pack("<I", len(slots)) + slots.tobytes())
         return self.is_ready
 
     @property
@@ -105,12 +99,11 @@ class Link:
         """Queue a message without an answer. Without a connection, drop it: the next greeting lists the leases."""
         if not self.is_open:
             return
-        self._unsent.append(pack(op, flag, request, payload, key_bytes))
-        self._num_unsent_bytes += len(payload)
+        self._unsent.append(frame := pack(op, flag, request, payload, key_bytes))
+        self._num_unsent_bytes += len(frame)
         if self._num_unsent_bytes > _MAX_UNSENT_BYTES:
-            if self.is_answering:
-                self._send()
-            else:
+            self.flush()
+            if self._num_unsent_bytes > _MAX_UNSENT_BYTES:
                 # Messages for a stopped owner must not fill memory. The next greeting lists the leases instead.
                 self.close()
 
@@ -120,18 +113,18 @@ class Link:
         if not self.is_answering:
             return None
         self._unsent.append(pack(op, flag, request, payload, key_bytes))
-        self._send()
-        if not self.is_ready:
-            return None
         try:
-            frame = self.receive(self._patience_s)
+            self._send()
+            # An owner that does not take the question in time is late, too.
+            frame = None if self._unsent else self.receive(self._patience_s)
         except OSError as error:
             self.lose(error)
             return None
         if frame is None:
             self._num_late += 1
             self._report(f"answers later than {self._patience_s * 1e3:.0f} ms")
-            self.tell(protocol.LATE, 0, 0)
+            # The engine takes the answer for a refused store, and may make no later call: the owner frees the slots.
+            self.tell(protocol.LATE, op == protocol.OFFER, request)
         return frame
 
     def flush(self) -> None:
@@ -140,25 +133,19 @@ class Link:
             self._outage_s = None
             _LOG.info("the owner of %s answers again, for %.0f s now", self.folder, _STABLE_S)
         if self._unsent and self.is_ready:
-            self._send()
+            try:
+                self._send()
+            except OSError as error:
+                self.lose(error)
 
     def _send(self) -> None:
-        """Send the messages that wait; to a late owner without waiting, because its socket may be full."""
+        """Send what the socket takes in `_SEND_S`; to a late owner without waiting, because its socket may be full."""
         assert self._sock is not None
         data = b"".join(self._unsent)
         self._unsent.clear()
-        try:
-            if self._num_late:
-                data = data[self._sock.send(data, socket.MSG_DONTWAIT) :]
-            else:
-                self._sock.sendall(data)
-                data = b""
-        except OSError as error:
-            if not (self._num_late and isinstance(error, BlockingIOError)):
-                data = b""
-                self.lose(error)
-        self._unsent += [data] if data else []
-        self._num_unsent_bytes = len(data)
+        rest = _send_some(self._sock, data, 0.0 if self._num_late else _SEND_S)
+        self._unsent += [rest] if rest else []
+        self._num_unsent_bytes = len(rest)
 
     def lose(self, error: OSError) -> None:
         """Continue without the owner. The leases stay: the ledger has them."""
@@ -180,11 +167,9 @@ class Link:
             sock.setblocking(False)
             sock.connect(str(self.folder / "socket"))
             payload = json.dumps({**self.hello, "leases": leases}).encode()
-            sock.setblocking(True)
-            _set_timeout(sock, socket.SO_SNDTIMEO, _SEND_S)
             frame = pack(protocol.HELLO, 0, 0, payload)
             sent = socket.send_fds(sock, [frame], [pidfd])
-            sock.sendall(frame[sent:])
+            sock.setblocking(True)
         except OSError:
             if sock is not None:
                 sock.close()
@@ -192,8 +177,8 @@ class Link:
         finally:
             os.close(pidfd)
         self._sock, self._reader = sock, FrameReader()
-        self._unsent.clear()
-        self._num_unsent_bytes = self._num_late = 0
+        self._unsent[:] = [frame[sent:]] if sent < len(frame) else []
+        self._num_unsent_bytes, self._num_late = len(frame) - sent, 0
 
     def meet(self, leases: list[tuple[int, list[int], list[int]]], timeout_s: float = 0.0) -> Frame | None:
         """Greet the owner unless it was greeted, and return its answer, or None if it has not arrived.
@@ -203,14 +188,22 @@ class Link:
         try:
             if not self.is_open:
                 self.greet(leases)
-            frame = self.receive(timeout_s)
+            if self._unsent:
+                # A long greeting may take several calls.
+                self._send()
+            frame = None if self._unsent else self.receive(timeout_s)
         except OSError as error:
             self.close()
             self.fault = error
             is_gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
             if is_gone and self.starts_owner and time.monotonic() >= self._restart_s:
                 self._restart_s = time.monotonic() + _RESTART_S
-                spawn_owner(self.folder)
+                try:
+                    spawn_owner(self.folder)
+                except OSError as start_error:
+                    # A machine without a free descriptor, process or byte of /dev/shm may have one later.
+                    self.fault = start_error
+                    self._warnings.warn("start", "no owner of %s can be started: %r", self.folder, start_error)
             return None
         if frame is not None:
             self.is_ready = frame.op != protocol.REFUSED
@@ -229,7 +222,10 @@ class Link:
             # After a part of an answer, wait for the rest only as long as is left.
             left_s = end_s - time.monotonic()
             if left_s > 0:
-                _set_timeout(self._sock, socket.SO_RCVTIMEO, left_s)
+                # The kernel reads 0 as no limit.
+                whole_s, part_us = divmod(max(1, int(left_s * 1e6)), 10**6)
+                limit = struct.pack("@ll", whole_s, part_us)
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             try:
                 data = self._sock.recv(1 << 16, 0 if left_s > 0 else socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -244,10 +240,21 @@ class Link:
         self._sock, self.is_ready = None, False
 
 
-def _set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
-    """Limit how long one call sends or receives. The kernel reads 0 as no limit."""
-    whole_s, part_us = divmod(max(1, int(seconds * 1e6)), 10**6)
-    sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole_s, part_us))
+def _send_some(sock: socket.socket, data: bytes, timeout_s: float) -> bytes:
+    """Send what the socket takes within `timeout_s`, and return the rest."""
+    end_s, left = time.monotonic() + timeout_s, memoryview(data)
+    while left:
+        try:
+            left = left[sock.send(left, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            # SO_SNDTIMEO would limit each wait only, and a slow owner would make many of them.
+            left_ms = (end_s - time.monotonic()) * 1e3
+            if left_ms <= 0:
+                break
+            poll = select.poll()
+            poll.register(sock, select.POLLOUT)
+            poll.poll(left_ms)
+    return bytes(left)
 
 
 def ask_owner(folder: Path) -> dict[str, Any]:
@@ -275,8 +282,9 @@ def spawn_owner(folder: Path) -> None:
         child = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
-    # An engine's step must not wait for the interpreter to start.
-    threading.Thread(target=child.wait, daemon=True).start()
+    # An engine's step must not wait for the interpreter to start. Without a thread, the next Popen reaps the child.
+    with suppress(RuntimeError):
+        threading.Thread(target=child.wait, daemon=True).start()
 
 
 def connect(link: Link) -> dict[str, Any]:

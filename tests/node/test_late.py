@@ -53,19 +53,23 @@ def test_late_look_up_misses_alone(node):
     node.check()
 
 
-def test_late_store_returns_its_slots(node):
+def test_idle_engine_returns_late_slots(node):
+    """The last store of an engine is late, and the engine makes no later call."""
     node = node(64)
     engine, other = node.engine("a", patience_s=0.05), node.engine("b")
     keys, context = prompt(1, 8)
     with gated(node.owner) as gate:
         assert engine.prepare_store(keys, context) is None
-        engine.on_request_finished(context)
+        engine.on_request_finished(context, use_positions=True)
         gate.set()
+        wait_for(lambda: other.owner_figures() and node.leases.engines[engine.number].num_outages)
+    assert other.owner_figures()["num_free"] == 64
+    assert engine.stats().rejected_stores == 0
+    # The engine ignores the late answer, whose slots may have another writer now.
+    assert other.prepare_store(*prompt(1, 8)).keys_to_store == keys
     wait_for(lambda: engine._link.is_answering)
     engine.on_schedule_end()
-    wait_for(lambda: other.owner_figures()["num_free"] == 64)
-    assert engine.stats().rejected_stores == 0
-    assert other.prepare_store(*prompt(1, 8)).keys_to_store == keys
+    assert other.owner_figures()["num_pending"] == 8
     node.check()
 
 
@@ -125,6 +129,41 @@ def test_part_of_answer_ends_no_wait(node):
     sender.join()
     owner.close()
     assert (frame, link.counts["outages"]) == (None, 1)
+
+
+def test_slow_owner_ends_no_wait(node):
+    """An owner reads a few bytes at a time: a call sends for no longer than the client's limit."""
+    link, (sock, owner) = node(8).engine("a")._link, socket.socketpair()
+    link._sock.close()
+    link._sock, has_ended, frames, feed = sock, threading.Event(), [], protocol.FrameReader().feed
+
+    def read():
+        while not has_ended.wait(0.004):
+            frames.extend(feed(owner.recv(1024)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(40):
+        link.tell(protocol.STORED, 0, 1, bytes(50_000))
+    link.flush()
+    has_ended.set()
+    reader.join()
+    assert 1_000_000 < link._num_unsent_bytes < 2_000_000
+    assert link.ask(protocol.STATS, 0, 0) is None
+    # The connection stays, and no byte is lost.
+    while len(frames) < 42:
+        link.flush()
+        frames.extend(feed(owner.recv(1 << 20)))
+    assert [frame.op for frame in frames[39:]] == [protocol.STORED, protocol.STATS, protocol.LATE]
+    owner.close()
+
+
+def test_unsent_heads_are_counted(node, monkeypatch):
+    monkeypatch.setattr("kvcache.node.link._MAX_UNSENT_BYTES", 4096)
+    link = node(8).engine("a")._link
+    for _ in range(1000):
+        link.tell(protocol.RELEASE, 0, 1)
+        assert sum(map(len, link._unsent)) == link._num_unsent_bytes <= 4096
 
 
 def test_reset_of_late_owner_comes_first(node, monkeypatch):

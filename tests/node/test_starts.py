@@ -4,6 +4,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import threading
 import time
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from kvcache.node.batch import count_leases
 from kvcache.node.client import greeting
 from kvcache.node.leases import EngineLeases
 from kvcache.node.ledger import Ledger
+from kvcache.node.link import spawn_owner
 from kvcache.node.owner import Owner
 from kvcache.node.protocol import node_folder
 
@@ -200,6 +202,51 @@ def test_outages_are_logged_once_a_minute(node, caplog, monkeypatch):
     assert len([text for text in texts if "does not answer" in text]) == 1
     assert texts.count(f"the owner of {node.folder} answers again, for 0 s now") == 1
     assert f"process {os.getpid()} joins: engine 1 (b), rank -1" in texts
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EAGAIN, errno.ENOSPC])
+def test_failed_start_is_tried_again(node, monkeypatch, caplog, error):
+    """Without a descriptor, a process or space for the log, an engine goes on without an owner."""
+    node = node(8)
+    engine, link_module = node.engine("a"), "kvcache.node.link"
+    engine._link.starts_owner = True
+    monkeypatch.setattr(f"{link_module}._RESTART_S", 0.0)
+    monkeypatch.setattr("kvcache.node.client._RETRY_S", 0.0)
+    node.stop()
+    engine.owner_figures()
+    starts = []
+
+    def refuse(*_, **__):
+        starts.append(1)
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{link_module}.subprocess.Popen", refuse)
+        for _ in range(3):
+            engine.on_schedule_end()
+            assert engine.lookup(*prompt(1, 4)) == 0
+    assert len(starts) == 3
+    assert [record.getMessage() for record in caplog.records if "can be started" in record.getMessage()]
+    node.start()
+    wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
+
+
+def test_start_needs_no_thread(node, monkeypatch):
+    """The owner serves, also if the thread that waits for the child cannot be started."""
+    started = []
+
+    class Child:
+        wait = started.clear
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("kvcache.node.link.subprocess.Popen", lambda words, **_: started.append(words) or Child())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    folder = node_folder(f"test-{os.getpid()}-{time.monotonic_ns()}")
+    spawn_owner(folder)
+    assert started[0][-1] == str(folder)
+    shutil.rmtree(folder)
 
 
 def test_engine_knows_what_pool_holds(node):
