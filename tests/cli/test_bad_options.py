@@ -91,10 +91,7 @@ BAD = [
     ("plan none.jsonl --groups full" + ",mamba" * 64, "--groups: keys name at most 64 groups, got 65"),
     ("plan none.jsonl --groups full,mamba,retention=16", "--groups: retention must be 0 or null, got '16'"),
     ("plan none.jsonl --groups none.json", "model config 'none.json' cannot be read: No such file or directory"),
-    (
-        "plan none.jsonl --groups full,mamba --policy lru,min",
-        "--groups plans traces over host memory: leave out --tier",
-    ),
+    ("plan none.jsonl --groups full,mamba --policy lru,min", "--groups plans whole traces: leave out --sample"),
     ("plan TRACE --target ttft=1", "--target takes numbers > 0 for ttft_mean, ttft_p50, ttft_p99, dwpd"),
     ("plan TRACE --target ttft_p99=1", "--target ttft_p99=1 needs a model with a known number of parameters"),
     ("plan TRACE --target dwpd=1", "--target dwpd=1: dwpd needs a --tier"),

@@ -36,6 +36,37 @@ def test_plan_reproduces_table_of_hybrid_models(shared, row):
     assert stored in (None, gittins.stored_blocks)
 
 
+# The same above a tier of so many slots: hits and blocks read from the tier.
+TABLE_ABOVE_TIER = [
+    ("conversation", "full,swa:1", 2000, 4000, (23045, 8283), (36062, 8492)),
+    ("agents", "full,swa:1", 1000, 2000, (866667, 402005), (946671, 360833)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", TABLE_ABOVE_TIER)
+def test_plan_above_tier_reproduces_table(shared, row):
+    name, groups, num_blocks, tier_blocks, *expected = row
+    with Trace(shared / "traces" / FILES[name]) as requests:
+        trace = CompactTrace.of(requests, requests.block_size)
+    plan = Plan(groups=parse_groups(groups))
+    cells = [run_job(trace, Job(policy, num_blocks, (tier_blocks,)), plan) for policy in ("lru", "gittins")]
+
+    assert [(cell.hit_blocks, cell.serving["media"][1]["hit_blocks"]) for cell in cells] == expected
+
+
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
+def test_plan_of_groups_reads_tier(write_trace, policy):
+    prompts = [[10 * i + j for j in range(4)] for i in range(6)]
+    with Trace(write_trace([*prompts, *prompts], step_ms=1000)) as requests:
+        trace = CompactTrace.of(requests, requests.block_size)
+    plan = Plan(groups=parse_groups("full,swa:1,mamba"))
+    alone, above = (run_job(trace, Job(policy, 8, tiers), plan) for tiers in ((), (100,)))
+    # Three blocks of a prompt hit: the last token is computed again. A hit loads three blocks, a window and a state.
+    assert (alone.hit_blocks, above.hit_blocks) == (0 if policy == "lru" else 3, 18)
+    assert [medium["hit_blocks"] for medium in above.serving["media"]] == [0, 30]
+
+
 SHAPE = {"num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 GPT_OSS = SHAPE | {"layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128}
 GEMMA = SHAPE | {"model_type": "gemma3_text", "sliding_window": 1024}

@@ -54,20 +54,10 @@ GateOption = Annotated[int, typer.Option("--store-threshold", help="Store a bloc
 WhatIfOption = Annotated[
     bool, typer.Option("--what-if", help="Sample the keys, and estimate what other capacities would hit.")
 ]
-FileArgument = Annotated[
-    Path,
-    typer.Argument(
-        help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd (- is standard input), in any order of time; or "
-        "recorded sessions of agents, a folder or a file."
-    ),
-]
-TraceArgument = Annotated[
-    Path,
-    typer.Argument(
-        help="Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd (- is standard input), in any order of time; "
-        "recorded sessions of agents, a folder or a file; or a recording of a manager (.kvlog)."
-    ),
-]
+_JSONL = "Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd (- is standard input), in any order of time; "
+_SESSIONS = "recorded sessions of agents, a folder or a file"
+FileArgument = Annotated[Path, typer.Argument(help=f"{_JSONL}or {_SESSIONS}.")]
+TraceArgument = Annotated[Path, typer.Argument(help=f"{_JSONL}{_SESSIONS}; or a recording of a manager (.kvlog).")]
 CapacitiesOption = Annotated[
     str | None,
     typer.Option(

@@ -209,10 +209,8 @@ def _check(given: PlanOptions, given_tiers: list[TierChoice], model: Model | Non
     if not 0 < given.sample <= 1:
         raise ValueError(f"--sample must be a share > 0 and <= 1, got {given.sample}")
     has_optimum = "min" in (given.policy or "").split(",")
-    if given.groups is not None and (given.tier or has_optimum or given.sample < 1 or options.is_recording(given.file)):
-        raise ValueError(
-            "--groups plans traces over host memory: leave out --tier, --sample, --policy min, and take no recording"
-        )
+    if given.groups is not None and (has_optimum or given.sample < 1 or options.is_recording(given.file)):
+        raise ValueError("--groups plans whole traces: leave out --sample and --policy min, and take no recording")
     for option, text in (("--memory", given.memory), ("--tier", given.tier[0] if given.tier else None)):
         if text is not None and model is None:
             raise ValueError(f"{option} needs the size of a block, got {text!r} alone: {HOW_TO_SIZE}")

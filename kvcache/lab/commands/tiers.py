@@ -38,9 +38,8 @@ def parse_tiers(texts: list[str] | None) -> list[TierChoice]:
         # Remove rules with a value first: each of the others must be a known word.
         rules = [rule.strip() for rule in match["rules"].split(",")[1:]]
         own = [rule.removeprefix(_POLICY) for rule in rules if rule.startswith(_POLICY)]
-        rules = [rule for rule in rules if not rule.startswith(_POLICY)]
         worn = [rule.removeprefix(_ENDURANCE) for rule in rules if rule.startswith(_ENDURANCE)]
-        rules = [rule for rule in rules if not rule.startswith(_ENDURANCE)]
+        rules = [rule for rule in rules if not rule.startswith((_POLICY, _ENDURANCE))]
         for policy in own:
             POLICIES.resolve(policy)
         for rule in rules:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvcache.lab.traces.requests import TraceFile
 
 INTERRUPTED = 130
+_TIER_FACTS = ("name", "bytes_per_s", "write_policy", "cache_policy", "endurance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +114,7 @@ def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], blo
         "sample": settings.sample,
         "elapsed_s": result.elapsed_s,
         "model": model.as_dict() if model else None,
-        "tiers": [
-            {
-                "name": tier.name,
-                "bytes_per_s": tier.bytes_per_s,
-                "write_policy": tier.write_policy,
-                "cache_policy": tier.cache_policy,
-                "endurance": tier.endurance,
-            }
-            for tier in settings.tiers
-        ],
+        "tiers": [{name: getattr(tier, name) for name in _TIER_FACTS} for tier in settings.tiers],
         "no_cache": result.baseline,
         "cells": facts,
         "unbounded": _facts(unbounded, result) if unbounded else None,

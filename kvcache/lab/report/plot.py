@@ -27,11 +27,7 @@ PLOT_SUFFIXES = (".png", ".svg", ".html")
 
 # Figures that a plan may have besides hits: their heading, and how a cell's is read.
 _PRICE = "price"
-_FIGURES = {
-    "ttft_p99": "TTFT p99, s",
-    WRITES: "drive writes a day",
-    _PRICE: "price",
-}
+_FIGURES = {"ttft_p99": "TTFT p99, s", WRITES: "drive writes a day", _PRICE: "price"}
 # With more bars than these, the names would overlap.
 _LEVEL_NAMES = 5
 _PAGE = """<!doctype html>

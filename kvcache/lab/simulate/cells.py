@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvcache.lab.simulate.choices import TierRule
     from kvcache.lab.traces.compact import CompactTrace
     from kvcache.lab.traces.requests import Int64Array
-    from kvcache.tiering.manager import TieredOffloadingManager
 
 OPTIMUM = "min"
 """The name of the offline optimum, which a grid lists among the policies."""
@@ -155,6 +154,8 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
     assert num_blocks is not None
     arrivals = ReplayClock()
     options: dict[str, Any] = {"clock": arrivals}
+    if plan.groups is not None and POLICIES.resolve(job.policy).group_policy is not None:
+        options["group_windows"] = plan.groups.windows
     # A tier never needs more blocks than the trace names.
     most = max(1, len(trace.ids) * plan.split * plan.num_groups)
     below = []
@@ -173,13 +174,11 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
         options["wear_blocks"] = [_scaled(blocks, trace.rate) or 1 for blocks in job.tiers]
         options["block_bytes"] = 1 if serving is None else serving.block_bytes
         simulated = SimulatedTieredManager(block_size, min(num_blocks, most), tiers, job.policy, **options)
-        manager: CPUOffloadingManager | TieredOffloadingManager = simulated
+        manager: CPUOffloadingManager | SimulatedTieredManager = simulated
         below = simulated.simulated
     else:
-        if plan.groups is not None and POLICIES.resolve(job.policy).group_policy is not None:
-            options["group_windows"] = plan.groups.windows
-        manager = host = CPUOffloadingManager(block_size, min(num_blocks, most), job.policy, **options)
-    replay = Replay(manager, arrivals=arrivals) if plan.groups is None else GroupReplay(host, plan.groups, arrivals)
+        manager = CPUOffloadingManager(block_size, min(num_blocks, most), job.policy, **options)
+    replay = Replay(manager, arrivals=arrivals) if plan.groups is None else GroupReplay(manager, plan.groups, arrivals)
     make_keys = KeyMaker(plan.split)
     needs_flow = plan.serving is not None and trace.rate == 1
     # Cumulative, per request: hits, blocks stored, and for each tier blocks loaded and stored.
@@ -216,7 +215,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
             medium["drive_writes_per_day"] = None if written is None else written / (blocks * used.block_bytes)
     elif below:
         lower = [tier.loaded_blocks for tier in below]
-        hits = [tally.hit_blocks - sum(lower), *lower]
+        hits = [tally.loaded_blocks - sum(lower), *lower]
         weighed = {"media": [{"hit_blocks": count} for count in hits]}
     arbiter = None
     if simulated is not None and simulated.arbiter is not None:

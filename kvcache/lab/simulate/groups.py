@@ -5,13 +5,14 @@ Such a model resumes a prompt only where each windowed group has its last blocks
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcache.assembly.models import DTYPE_BYTES, config_path, read_config
 from kvcache.block import ABSENT
+from kvcache.control.pool import BlockPool
 from kvcache.lab.simulate.run import Replay
 from kvcache.options import MOST_KEY_GROUPS, check_int, parse_count
 from kvcache.request import ReqContext
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
     from kvcache.assembly.models import Model
     from kvcache.control.cpu import CPUOffloadingManager
     from kvcache.lab.simulate.run import ReplayClock
+    from kvcache.lab.simulate.simulated_tier import SimulatedTieredManager
     from kvcache.lab.traces.requests import Request
 
+_STEP_TOKENS = 8192
+"""Tokens of a prompt that an engine computes in a step: vLLM's default."""
+_ABSENT = bytes([ABSENT])
 _FULL, _SLIDING, _STATE = "full", "swa", "mamba"
 # How configurations name layers; None: a layer without a cache.
 _KINDS = {
@@ -155,16 +160,25 @@ def _positive(config: Mapping[str, Any], name: str) -> int:
 
 
 class GroupReplay(Replay):
-    """Replay requests of such a model, each with one store; hits and blocks are those of full attention."""
+    """Replay requests of such a model; hits and blocks are those of full attention.
 
-    def __init__(self, manager: CPUOffloadingManager, groups: Groups, arrivals: ReplayClock) -> None:
+    With memory alone, one call stores a request. Above a tier, each step of the engine stores its blocks.
+    """
+
+    def __init__(
+        self, manager: CPUOffloadingManager | SimulatedTieredManager, groups: Groups, arrivals: ReplayClock
+    ) -> None:
         super().__init__(manager, arrivals=arrivals)
-        self._pool, self._groups = manager, groups
+        self._cache, self._groups = manager, groups
+        self._pool = manager if isinstance(manager, BlockPool) else manager.pool
+        # A tier takes the blocks of one step before the next one comes, so a small host memory has room for all.
+        self._step_blocks = None if self._pool is manager else max(1, _STEP_TOKENS // self._pool.block_size)
+        self._uses_path = "group_windows" in self._pool.configuration()
         self.end_request = partial(manager.on_request_finished, use_positions=True)
 
     def step(self, request: Request, keys: list[bytes]) -> int:
         self.arrivals.now_s = max(self.arrivals.now_s, request.arrival_s)
-        pool, windows, clock = self._pool, self._groups.windows, self.clock
+        manager, pool, windows, clock = self._cache, self._pool, self._groups.windows, self.clock
         path = keys[: request.input_length // pool.block_size]
         names = [[key[:-4] + group.to_bytes(4, "big") for key in path] for group in range(len(windows))]
         anchors = names[windows.index(None)]
@@ -174,22 +188,41 @@ class GroupReplay(Replay):
         # The engine always computes the last token of the prompt.
         limit = min(len(path), (request.input_length - 1) // pool.block_size)
         windowed = [(group, window) for group, window in zip(names, windows, strict=True) if window is not None]
+
+        def needed(end: int) -> list[bytes]:
+            """Return the keys that a request needs to resume at `end`."""
+            return anchors[:end] + [key for group, window in windowed for key in group[max(end - window, 0) : end]]
+
         start = clock()
-        full: int = pool.lookup(anchors[:limit], context)
-        states = [(pool.states(group[:full]), window) for group, window in windowed]
-        num_hits = full
-        while (gap := max(there.rfind(ABSENT, max(num_hits - n, 0), num_hits) for there, n in states)) >= 0:
-            num_hits = gap
-        pool.touch(anchors, context)
+        full = (manager.states(anchors[:limit]) + _ABSENT).find(_ABSENT)
+        num_hits = _resumable(full, windowed, manager.states)
+        # Tiers read what the request needs, and nothing behind that.
+        if manager.lookup(loads := needed(num_hits), context) < len(loads):
+            # Host memory has no room for all of it.
+            loads = needed(num_hits := _resumable(pool.match_prefix(anchors[:num_hits]), windowed, pool.states))
+        if self._uses_path:
+            pool.note_found(context, full * pool.block_size)
+            manager.touch(anchors, context)
+        else:
+            pool.touch(anchors, context)
         spent = clock() - start
-        loads, offered = anchors[:num_hits], anchors[num_hits:]
-        for group, window in windowed:
-            loads += group[max(num_hits - window, 0) : num_hits]
-            if self._groups.offers_all:
-                offered += group[num_hits:]
-            else:
-                places = {i for end in (full, limit) for i in range(max(end - window, num_hits), end)}
-                offered += [group[i] for i in sorted(places)]
-        self.serve(context, loads, offered, spent)
+        # Above a tier, the policy decides about the loaded blocks first, as under vLLM.
+        parts: list[list[bytes]] = [[]] if loads and self._uses_path and manager is not pool else []
+        step_blocks = self._step_blocks or len(path) + 1
+        for first in range(num_hits, max(len(path), num_hits + 1), step_blocks):
+            last = min(first + step_blocks, len(path))
+            parts.append(anchors[first:last])
+            for group, window in windowed:
+                places = {i for end in (full, limit) for i in range(max(end - window, first), min(end, last))}
+                parts[-1] += group[first:last] if self._groups.offers_all else [group[i] for i in sorted(places)]
+        self.serve(context, loads, parts, spent)
         self.count(request, num_hits, len(path))
         return num_hits
+
+
+def _resumable(end: int, windowed: list[tuple[list[bytes], int]], find: Callable[[list[bytes]], bytes]) -> int:
+    """Return the last place up to `end` where `find` knows the last blocks of every window."""
+    states = [(find(group[:end]), window) for group, window in windowed]
+    while (gap := max(there.rfind(_ABSENT, max(end - n, 0), end) for there, n in states)) >= 0:
+        end = gap
+    return end

@@ -106,12 +106,12 @@ class Replay:
         start = clock()
         num_hits: int = manager.lookup(keys, context)  # type: ignore[assignment]
         manager.touch(keys, context)
-        self.serve(context, keys[:num_hits], keys, clock() - start)
+        self.serve(context, keys[:num_hits], [keys], clock() - start)
         self.count(request, num_hits, len(keys))
         return num_hits
 
-    def serve(self, context: ReqContext, hits: list[bytes], offered: list[bytes], spent: int) -> None:
-        """Load and store the blocks of a request, and end it; `spent` are the nanoseconds of its look-up."""
+    def serve(self, context: ReqContext, hits: list[bytes], parts: list[list[bytes]], spent: int) -> None:
+        """Load the blocks of a request, store each part in a step, and end it; `spent` ns took its look-up."""
         manager, payload, tally, clock = self._manager, self._payload, self.tally, self.clock
         # The calls come as from a scheduler, and only they are timed: bytes are moved in between.
         start = clock()
@@ -121,10 +121,19 @@ class Replay:
             payload.load(hits, load_spec)  # type: ignore[arg-type]
         start = clock()
         manager.complete_load(hits, context)
-        output = manager.prepare_store(offered, context)
         spent += clock() - start
-        if output is not None:
+        for i, offered in enumerate(parts):
+            if i:
+                manager.on_schedule_end()
+            start = clock()
+            output = manager.prepare_store(offered, context)
+            spent += clock() - start
+            if output is None:
+                tally.rejected_requests += 1
+                continue
             stored = output.keys_to_store
+            tally.stored_blocks += len(stored)
+            tally.evicted_blocks += len(output.evicted_keys)
             if payload is not None and stored:
                 payload.store(stored, output.store_spec)  # type: ignore[arg-type]
             start = clock()
@@ -133,11 +142,6 @@ class Replay:
         start = clock()
         self.end_request(context)
         spent += clock() - start
-        if output is None:
-            tally.rejected_requests += 1
-        else:
-            tally.stored_blocks += len(output.keys_to_store)
-            tally.evicted_blocks += len(output.evicted_keys)
         tally.loaded_blocks += len(hits)
         tally.bookkeeping_ns.append(spent)
 

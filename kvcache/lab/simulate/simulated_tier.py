@@ -136,9 +136,7 @@ class SimulatedTieredManager(TieredOffloadingManager):
             for blocks, worn, (_, _, policy, _) in zip(tier_blocks, wear_blocks or tier_blocks, rules, strict=True)
         ]
         configs = [
-            TierConfig(
-                write_policy=policy, max_store_blocks=_MAX_STORE_BLOCKS, arbiter=arbiter, endurance=endurance
-            )
+            TierConfig(write_policy=policy, max_store_blocks=_MAX_STORE_BLOCKS, arbiter=arbiter, endurance=endurance)
             for policy, arbiter, _, endurance in rules
         ]
         tiers = list(zip(self.simulated, configs, strict=True))
@@ -152,6 +150,10 @@ class SimulatedTieredManager(TieredOffloadingManager):
         while (answer := super().lookup(keys, req_context, key=key)) is None:
             self._settle()
         return answer
+
+    def states(self, keys: list[bytes]) -> bytes:
+        """Return the `BlockState` of each key, in host memory or in the tier that has it."""
+        return bytes(map(max, self.pool.states(keys), *(tier._index.states(keys) for tier in self.simulated)))
 
     def prepare_load(self, keys: Any, req_context: ReqContext | None = None) -> Any:
         self._host_link.move(len(keys), self._trace_clock())
