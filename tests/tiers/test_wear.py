@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcache import TieredOffloadingManager
+from kvcache.tiering.controller import TierConfig
 from kvcache.tiers.base import wear as wear_module
 from kvcache.tiers.base.tier import describe_tier
 from kvcache.tiers.base.wear import DAY_S, RECORD_BYTES, Wear, parse_endurance
@@ -186,6 +188,35 @@ def test_full_demand_spends_each_day(num_days):
         assert written == pytest.approx(NUM_BLOCKS, rel=0.01)
 
 
+@pytest.mark.parametrize("per_day", [1, 1.5, 7, 100, 239])
+def test_small_budget_is_spent(per_day):
+    """A record every four minutes, and three restarts and a kill in ten days."""
+    machine = Machine()
+    wear, written = machine.start(f"{int(per_day * 4096)}/day"), 0
+    machine.save(wear)
+    for step in range(100 * 360):
+        machine.now_s += 240
+        num_blocks = int(wear.left())
+        wear.spend(num_blocks)
+        written += num_blocks
+        if step % 900 == 450:
+            machine.save(wear, is_last=step % 3600 != 450)
+            wear = machine.start(f"{int(per_day * 4096)}/day")
+        machine.save(wear)
+    assert written == pytest.approx(100 * per_day, rel=0.01)
+
+
+@pytest.mark.parametrize("endurance", [5e-324, 0.5 / NUM_BLOCKS, "1/day", "4095/day"])
+def test_budget_below_block_is_refused(tmp_path, endurance):
+    """Such a budget would never be spent. A sample of a trace has a sample of the disk, and is not refused."""
+    options = DiskOptions(path=tmp_path / "tier", capacity=DiskTier.capacity_for(NUM_BLOCKS, 4096))
+    tier = DiskTier(options, np.zeros((4, 4096), np.uint8))
+    with pytest.raises(ValueError, match=f"one block a day, got .?{endurance}.? for 1000 blocks of 4096 bytes"):
+        TieredOffloadingManager(16, 4, [(tier, TierConfig(endurance=endurance))])
+    tier.shutdown()
+    Wear(NUM_BLOCKS, 4096).limit(endurance)
+
+
 def test_disk_keeps_budget_over_restarts(tmp_path):
     rows = np.zeros((4, 4096), np.uint8)
     path, capacity = tmp_path / "tier", DiskTier.capacity_for(NUM_BLOCKS, 4096)
@@ -263,8 +294,7 @@ def test_crafted_record_grants_one_day(left_bytes, as_of_s, written_bytes):
 
 @pytest.mark.parametrize("endurance", [5e-324, "1/day", f"{10**300}/day"])
 def test_absurd_budget_divides_nothing_by_zero(endurance):
-    machine = Machine()
-    wear = machine.start(endurance)
-    machine.save(wear)
+    wear = Wear(NUM_BLOCKS, 4096)
+    wear.limit(endurance)
     assert 0 <= wear.spare() <= 1
     wear.stats()

@@ -28,7 +28,7 @@ _START_S = 60.0
 _SPARE_S = 120.0
 """A budget of at least the growth of this time covers every block; a smaller one only blocks of better classes."""
 _AHEAD_S = 300.0
-"""The growth of this time may be spent before the next record is written. A kill loses it, so none is spent twice."""
+"""The growth of this time, or a block, may be spent before the next record. A kill loses it, so none is spent twice."""
 _MAGIC = b"kvwear 1"
 _RECORD = struct.Struct("<8s4d8s")
 
@@ -76,6 +76,7 @@ class Wear:
     ) -> None:
         self.num_blocks = num_blocks
         self.per_day = math.inf
+        self._is_kept = is_kept
         self._block_bytes = block_bytes
         self._clock = clock
         self._lock = RLock()
@@ -95,12 +96,20 @@ class Wear:
         return math.isfinite(self.per_day)
 
     def limit(self, endurance: float | str) -> None:
-        """Set the budget: drive writes a day, or ``"BYTES/day"``, as `parse_endurance` returns them."""
+        """Set the budget: drive writes a day, or ``"BYTES/day"``, as `parse_endurance` returns them.
+
+        ValueError: the budget of a disk is less than a block a day.
+        """
         with self._lock:
             if isinstance(endurance, str):
-                self.per_day = int(endurance.removesuffix("/day")) / self._block_bytes
+                per_day = int(endurance.removesuffix("/day")) / self._block_bytes
             else:
-                self.per_day = endurance * self.num_blocks
+                per_day = endurance * self.num_blocks
+            # A simulated disk may be a small sample of the real one.
+            if self._is_kept and per_day < 1:
+                text = f"{self.num_blocks} blocks of {self._block_bytes} bytes"
+                raise ValueError(f"endurance must allow at least one block a day, got {endurance!r} for {text}")
+            self.per_day = per_day
             self._num_left = self._growth(_START_S)
             self._resume()
 
@@ -135,7 +144,10 @@ class Wear:
         """Return a record to write to the disk, and the number to pass to `keep` afterwards."""
         with self._lock:
             self._advance()
-            num_kept = max(0.0, self._num_left - (0.0 if is_last or not self.is_limited else self._growth(_AHEAD_S)))
+            num_kept = max(0.0, self._num_left)
+            # Blocks are spent whole, so a part of one is kept.
+            if not is_last and self.is_limited and num_kept >= 1:
+                num_kept = max(0.0, num_kept - max(1.0, self._growth(_AHEAD_S)))
             # In bytes: after `clear_directory`, the next tier of the directory may have blocks of another size.
             kept_bytes, written_bytes = num_kept * self._block_bytes, self._num_written * self._block_bytes
             body = _RECORD.pack(_MAGIC, kept_bytes, self._as_of_s, written_bytes, self._observed_s, _boot_id())
