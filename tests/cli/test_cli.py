@@ -53,12 +53,12 @@ def test_test_data_size_is_not_memory(run, trace):
 
 
 def test_replay_writes_json_anywhere(run, run_json, trace, tmp_path):
-    argv = ("replay", trace, "--no-data", "--block-size", ":256", "--limit", 2)
+    argv = ("replay", trace, "--no-data", "--block-size", ":256")
     assert run(*argv, "--json", tmp_path / "out.json")[0] == 0
     for document in (json.loads((tmp_path / "out.json").read_text()), run_json(*argv)):
         assert document["source"] == {"kind": "trace", "file": str(trace), "format": "mooncake", "skipped_lines": 0}
-        assert (document["requests"], document["blocks"], document["hit_blocks"]) == (2, 8, 4)
-        assert (document["tokens"], document["hit_tokens"], document["block_size"]) == (2048, 1024, 256)
+        assert (document["requests"], document["blocks"], document["hit_blocks"]) == (3, 14, 8)
+        assert (document["tokens"], document["hit_tokens"], document["block_size"]) == (3584, 2048, 256)
         assert document["data"] is None
 
 

@@ -12,9 +12,8 @@ from kvcache.lab.bench.servers import find_valkey, running_valkey
 
 
 @pytest.mark.slow
-def test_every_way_is_measured_both_directions(run, tmp_path):
-    plot = tmp_path / "ratios.png"
-    options = ("--sizes", "4KiB,16KiB", "--blocks", "20", "--repeats", "1", "--plot", str(plot), "--json", "-")
+def test_every_way_is_measured_both_directions(run):
+    options = ("--sizes", "4KiB,16KiB", "--blocks", "20", "--repeats", "1", "--json", "-")
     status, out, err = run("bench", "copy", *options)
     assert status == 0
     rates = json.loads(out)["rates"]
@@ -26,7 +25,6 @@ def test_every_way_is_measured_both_directions(run, tmp_path):
     for rate in rates:
         assert rate["gb_per_s"] == pytest.approx(rate["num_blocks"] * rate["block_bytes"] / rate["seconds"] / 1e9)
         assert rate["way"] != "one large copy" or rate["ratio"] == 1
-    assert plot.read_bytes().startswith(b"\x89PNG")
     assert "kvcache, 2 threads" in err
 
 

@@ -11,7 +11,6 @@ import pytest
 from kvcache.lab.fleet.routers import ROUTERS, FleetPlan
 from kvcache.lab.fleet.scaled_trace import ScaledTrace
 from kvcache.lab.fleet.simulation import run_fleet
-from kvcache.lab.traces.agents import AgentWorkload
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.compact import CompactTrace
 from kvcache.lab.traces.requests import Request
@@ -138,24 +137,22 @@ class PlainFleet:
         totals["keys"] += asked + held * found + absent * (asked - found)
 
 
-def traffic(kind, num_requests):
-    workload = ChatWorkload(num_requests, seed=3, chats_per_s=2.0) if kind == "chats" else AgentWorkload(num_requests)
-    return CompactTrace.of(workload, BLOCK)
+def traffic(num_requests):
+    return CompactTrace.of(ChatWorkload(num_requests, seed=3, chats_per_s=2.0), BLOCK)
 
 
-@pytest.mark.parametrize("kind", ["chats", "agents"])
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(
     ("num_engines", "num_blocks", "store_blocks", "token_s", "policy"),
     [(1, 500, 0, 1e-4, "lru"), (4, 300, 2000, 1e-3, "lru"), (7, 900, 1200, 2e-2, "arc")],
 )
-def test_fleet_is_what_plain_python_says(kind, router, num_engines, num_blocks, store_blocks, token_s, policy):
+def test_fleet_is_what_plain_python_says(router, num_engines, num_blocks, store_blocks, token_s, policy):
     faults = {"disk_blocks": 600 if num_engines == 7 else 0, "restarts": 5 if num_engines > 1 else 0}
     faults["lost"] = 0.3 if router == "events" else 0.0
     plan = FleetPlan(
         num_engines, router, num_blocks, store_blocks, policy, token_s=token_s, block_load_s=1e-3, **faults
     )
-    scaled = ScaledTrace(traffic(kind, 60 if kind == "chats" else 25), 3, seed=5)
+    scaled = ScaledTrace(traffic(60), 3, seed=5)
     fleet = PlainFleet(plan)
     for number, (at_s, ids, input_length) in enumerate(scaled):
         count, rest = divmod(number, len(scaled) // (plan.restarts + 1))
@@ -200,7 +197,7 @@ def test_common_store_makes_routers_alike(shared):
 
 @pytest.mark.parametrize("disk_blocks", [0, 300])
 def test_one_pool_hits_like_one_engine(disk_blocks):
-    scaled = ScaledTrace(traffic("chats", 60), 3, seed=5)
+    scaled = ScaledTrace(traffic(60), 3, seed=5)
     shared = run_fleet(scaled, FleetPlan(4, "one_pool", 100, cache_policy="gittins", disk_blocks=disk_blocks))
     alone = run_fleet(scaled, FleetPlan(1, "round_robin", 400, cache_policy="gittins", disk_blocks=4 * disk_blocks))
     assert (shared.local_blocks, shared.disk_blocks) == (alone.local_blocks, alone.disk_blocks)
@@ -247,7 +244,7 @@ def test_copies_share_what_users_share():
 
 def test_same_seed_gives_the_same_fleet():
     plan = FleetPlan(5, "prefix", 300, 1000, token_s=1e-3)
-    compact = traffic("chats", 100)
+    compact = traffic(100)
     first, again, other = (run_fleet(ScaledTrace(compact, 4, seed), plan) for seed in (1, 1, 2))
     assert first == again
     assert first != other
@@ -255,7 +252,7 @@ def test_same_seed_gives_the_same_fleet():
 
 def test_lost_events_cost_few_hits():
     """Three engines with memory, a disk and a store; engines restart, and one message in a hundred gets lost."""
-    scaled = ScaledTrace(traffic("chats", 100), 6, seed=1)
+    scaled = ScaledTrace(traffic(100), 6, seed=1)
     for disk_blocks in (0, 900):
         found = {
             router: run_fleet(scaled, FleetPlan(3, router, 300, 2000, disk_blocks=disk_blocks, lost=lost, restarts=6))

@@ -13,7 +13,6 @@ from kvcache.options import format_size, parse_count, parse_size
 if TYPE_CHECKING:
     from kvcache.lab.bench.copy import CopyRate
 
-_REFERENCE = "one large copy"
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
 
 
@@ -25,7 +24,6 @@ def copy(
     repeats: Annotated[int, typer.Option(help="Rounds; the best of each way counts.")] = 5,
     device: Annotated[str, typer.Option(help="Where the engine's tensors lie: cpu or cuda.")] = "cpu",
     json: common.JsonOption = None,
-    plot: Annotated[str | None, typer.Option(help="Draw the ratios to a file.", metavar="FILE")] = None,
     quiet: common.QuietOption = False,
 ) -> None:
     """Copy scattered and contiguous blocks both ways, beside one large memcpy and torch's own ways."""
@@ -37,7 +35,6 @@ def copy(
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {device!r}")
     common.check_writable("--json", json)
-    common.check_writable("--plot", plot)
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -48,8 +45,6 @@ def copy(
     rates = _measure(counts, num_threads, repeats, device, json, quiet)
     document = {"device": device, "torch": torch.__version__, "rates": [asdict(rate) for rate in rates]}
     common.write_json(json, document)
-    if plot is not None:
-        _draw(rates, plot, f"Copies of blocks on {device}, best of {repeats} rounds")
 
 
 def _measure(
@@ -80,33 +75,3 @@ def _measure(
                 table.add_row(way, *values)
             console.print(table)
     return rates
-
-
-def _draw(rates: list[CopyRate], target: str, title: str) -> None:
-    from kvcache.lab.report.style import COLOURS, INK, MARKERS, caption, machine, new_figure, plain_axes
-
-    figure = new_figure(10, 7)
-    panels = figure.subplots(2, 2, sharex=True, sharey=True)
-    sizes = sorted({rate.block_bytes for rate in rates})
-    ways = [way for way in dict.fromkeys(rate.way for rate in rates) if way != _REFERENCE]
-    for panel, key in zip(panels.flat, sorted({(r.direction, r.layout) for r in rates}, reverse=True), strict=True):
-        plain_axes(panel)
-        panel.axhline(1.0, color=INK, linestyle=(0, (5, 2)), linewidth=1.6, label=_REFERENCE)
-        for i, way in enumerate(ways):
-            ratios = {r.block_bytes: r.ratio for r in rates if (r.direction, r.layout) == key and r.way == way}
-            look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-            panel.plot(range(len(sizes)), [ratios[size] for size in sizes], linewidth=2, label=way, **look)
-        panel.set_yscale("log")
-        panel.set_title(", ".join(key), loc="left", fontsize=10)
-        panel.set_xticks(range(len(sizes)), [format_size(size) for size in sizes])
-        panel.yaxis.set_major_formatter("{x:g}")
-    panels[1, 0].set_xlabel("block size")
-    panels[1, 1].set_xlabel("block size")
-    figure.supylabel("speed, as a ratio to one large copy", fontsize=10)
-    handles, labels = panels.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False)
-    caption(figure, title, machine())
-    try:
-        figure.savefig(target)
-    except (OSError, ValueError) as error:
-        raise common.CommandError(f"--plot cannot be written: {target!r}: {error}") from error

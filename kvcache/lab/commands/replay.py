@@ -38,9 +38,7 @@ class ReplayOptions:
     memory: options.MemoryOption = None
     model_text: ModelOption = None
     block_bytes: options.TestBlockBytesOption = None
-    data: Annotated[
-        bool, typer.Option("--data/--no-data", help="Move and compare real bytes, or only do the bookkeeping.")
-    ] = True
+    data: options.DataOption = True
     tier: Annotated[
         str | None,
         typer.Option(
@@ -53,7 +51,6 @@ class ReplayOptions:
     what_if: options.WhatIfOption = False
     block_size: options.BlockSizeOption = None
     time_unit: options.TimeUnitOption = None
-    limit: Annotated[int | None, typer.Option(help="Stop after so many requests.", show_default=False)] = None
     skip_bad: options.SkipBadOption = False
     users: options.UsersOption = 40
     seed: Annotated[int, typer.Option(help="Order of the recorded sessions.")] = 0
@@ -76,8 +73,6 @@ def replay(given: ReplayOptions) -> None:
         )
     options.one_policy(given.policy)
     common.at_least("--store-threshold", given.store_threshold, 0)
-    if given.limit is not None:
-        common.at_least("--limit", given.limit, 1)
     model = read_model(given.model_text)
     if model is not None and given.block_bytes is not None:
         raise ValueError(f"--block-bytes and --model exclude each other, got {given.block_bytes!r}")
@@ -104,7 +99,6 @@ def replay(given: ReplayOptions) -> None:
             block_bytes=block_bytes,
             sized=is_sized,
             split=split,
-            limit=given.limit,
             data=given.data,
             json_target=given.json,
             model=model,
@@ -120,7 +114,7 @@ def replay(given: ReplayOptions) -> None:
             compact,
             f"{trace.name} ({trace.format})",
             settings,
-            lambda done: done / min(len(compact), given.limit or len(compact)),
+            lambda done: done / len(compact),
             lambda: trace.facts() | ({"doubts": doubtful} if doubtful else {}),
         )
 

@@ -34,7 +34,6 @@ def rerun(
     quiet: common.QuietOption = False,
 ) -> None:
     """Make the calls of a recorded manager again, up to the first different answer or broken promise."""
-    from kvcache.lab.commands.options import is_recording
     from kvcache.lab.report import rerun_text
     from kvcache.lab.rerun.recorded import replay_recording
     from kvcache.recorder.format import Recording
@@ -42,7 +41,7 @@ def rerun(
     # Check first whether the file exists: its own error is clearer than "not a recording".
     if not file.exists():
         raise ValueError(f"{file} cannot be read: the file does not exist")
-    if not is_recording(file):
+    if not options.is_recording(file):
         raise ValueError(f"{file} is not a recording of kvcache: kvcache replay and kvcache plan read traces")
     common.check_writable("--json", json, file)
     recorded = Recording(file, trusted)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from kvcache.control.curve import WhatIf
     from kvcache.lab.simulate.run import Replay
     from kvcache.lab.simulate.tiered import DiskChoice
-    from kvcache.lab.traces.agents import AgentWorkload
     from kvcache.lab.traces.chats import ChatWorkload
     from kvcache.lab.traces.compact import CompactTrace
     from kvcache.lab.traces.requests import Request
@@ -36,7 +34,6 @@ class Settings:
     block_bytes: int
     sized: bool
     split: int
-    limit: int | None
     data: bool
     json_target: str | None
     model: Model | None = None
@@ -47,7 +44,7 @@ class Settings:
 
 
 def run(
-    source: CompactTrace | ChatWorkload | AgentWorkload,
+    source: CompactTrace | ChatWorkload,
     title: str,
     settings: Settings,
     progressed: Callable[[int], float],
@@ -67,7 +64,6 @@ def run(
     make_keys = KeyMaker(settings.split)
     POLICIES.resolve(settings.policy)
     common.check_writable("--json", settings.json_target)
-    requests = islice(iter(source), settings.limit)
 
     started = monotonic()
     with ExitStack() as open_now:
@@ -101,7 +97,7 @@ def run(
             tiered = open_now.enter_context(below)
             replay = Replay(tiered, payload, tiered.clock)
         try:
-            _drive(replay, requests, make_keys, settings.is_quiet, progressed)
+            _drive(replay, source, make_keys, settings.is_quiet, progressed)
         except ReplayError as error:
             raise common.CommandError(str(error)) from error
         moved = payload.as_dict() if payload else None
@@ -171,7 +167,7 @@ def _check_memory(settings: Settings) -> None:
 
 def _drive(
     replay: Replay,
-    requests: Iterator[Request],
+    requests: Iterable[Request],
     make_keys: Callable[[Any], list[bytes]],
     is_quiet: bool,
     progressed: Callable[[int], float],
