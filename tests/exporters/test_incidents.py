@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine import Engine
 
 from kvcache import DiskTier, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.control.telemetry import Telemetry
@@ -76,7 +77,7 @@ class ScriptedTier(ManualTier):
         return super().get_finished()
 
 
-class Engine:
+class TieredEngine(Engine):
     """A scheduler's loop over a manager with one tier, on a simulated clock."""
 
     def __init__(self, name: str, tier: Any = None) -> None:
@@ -84,8 +85,8 @@ class Engine:
         self.now_s = 1000.0
         self.tier = ScriptedTier() if tier is None else tier
         config = TierConfig(deadline_s=5.0, pause_s=1e6)
-        self.manager = TieredOffloadingManager(
-            16, NUM_BLOCKS, [(self.tier, config)], enable_events=True, clock=lambda: self.now_s
+        super().__init__(
+            TieredOffloadingManager(16, NUM_BLOCKS, [(self.tier, config)], enable_events=True, clock=lambda: self.now_s)
         )
         # Calls take real time, which the test does not control, so only the slow engine times them.
         self.telemetry = Telemetry(self.manager, block_bytes=4096, labels={"engine": "0"}, time_calls=name == "slow")
@@ -108,25 +109,18 @@ class Engine:
             parts.append(Part("eviction", EvictionStats(HistogramData(*self.ages.data()))))
         return parts
 
+    def wait(self) -> None:
+        super().wait()
+        self.now_s += 0.5
+        time.sleep(0.001 * isinstance(self.tier, DiskTier))
+
     def request(self, keys: list[bytes]) -> None:
-        request = ReqContext()
-        num_hits: int | None
         self.now_s += 0.01
-        while (num_hits := self.manager.lookup(keys, request)) is None:
-            self.manager.on_schedule_end()
-            self.now_s += 0.5
-            time.sleep(0.001 * isinstance(self.tier, DiskTier))
-        self.manager.prepare_load(keys[:num_hits], request)
-        self.manager.complete_load(keys[:num_hits], request)
         self.copies.observe(0.002)
         self.ages.observe(60.0)
-        output = self.manager.prepare_store(keys[num_hits:], request)
-        if output is not None:
-            self.manager.complete_store(output.keys_to_store, request)
-        self.manager.on_request_finished(request)
-        self.manager.on_schedule_end()
+        self.serve(keys)
 
-    def serve(self, is_incident: bool) -> None:
+    def serve_step(self, is_incident: bool) -> None:
         """Serve the requests of one step, 350 blocks in all: most of a request is a known prefix, the rest is new."""
         if is_incident and self.name == "idle" and self.tier.fault:
             return
@@ -141,7 +135,7 @@ class Engine:
         """Begin the incident that gives the engine its name."""
         if self.name == "idle":
             # The owner ends with the last request.
-            self.serve(True)
+            self.serve_step(True)
             self.tier.fault = "none"
         if self.name in ("down", "hung"):
             self.tier.fault = {"down": "error", "hung": "hang"}[self.name]
@@ -170,7 +164,7 @@ class Engine:
                 series.setdefault(f"{one.name}{{{listed}}}", {})[minute] = one.value
 
 
-class DamagedDisk(Engine):
+class DamagedDisk(TieredEngine):
     """An engine over a real disk tier, whose file the test overwrites."""
 
     def __init__(self, folder: Path) -> None:
@@ -178,7 +172,7 @@ class DamagedDisk(Engine):
         pool = np.zeros((NUM_BLOCKS, 4096), dtype=np.uint8)
         super().__init__("damaged", DiskTier(DiskOptions(path=folder, capacity=1 << 20), pool, {}))
 
-    def serve(self, is_incident: bool) -> None:
+    def serve_step(self, is_incident: bool) -> None:
         pass
 
     def begin(self) -> None:
@@ -200,7 +194,7 @@ class DamagedDisk(Engine):
 @pytest.fixture(scope="module")
 def series(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Series]:
     """Run every engine through both days; return its metrics by series and minute."""
-    engines = [Engine(name) for name in ("healthy", "cold", "down", "hung", "full", "slow", "idle")]
+    engines = [TieredEngine(name) for name in ("healthy", "cold", "down", "hung", "full", "slow", "idle")]
     engines.append(DamagedDisk(tmp_path_factory.mktemp("disk")))
     found: Series = {}
     for minute in [*YESTERDAY, *TODAY]:
@@ -210,7 +204,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Series]:
             engine.now_s = 1000.0 + 60 * minute
             if minute == INCIDENT_MIN:
                 engine.begin()
-            engine.serve(minute >= INCIDENT_MIN)
+            engine.serve_step(minute >= INCIDENT_MIN)
             engine.sample(minute, found)
     yield found
     for engine in engines:

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from engine import Engine
 
 from kvcache import CPUOffloadingManager, MemoryTier, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.lab.rerun.promises import Promises
@@ -73,9 +74,7 @@ def record(path, num_requests=800):
             manager.touch(keys)
             manager.prepare_load(keys[:num_hits], context)
             waiting.append((keys[:num_hits], context))
-            output = manager.prepare_store(keys, context)
-            if output is not None:
-                manager.complete_store(output.keys_to_store, context)
+            Engine(manager).store(keys, context)
             if len(waiting) > 2:
                 loaded, context = waiting.pop(0)
                 manager.complete_load(loaded, context)
@@ -96,6 +95,7 @@ def test_fault_over_tiers_is_found(tmp_path, has_arbiter):
     host = np.zeros((30, 64), np.uint8)
     tier = MemoryTier(64 * 80, host)
     manager = TieredOffloadingManager(16, 30, [(tier, TierConfig(arbiter=has_arbiter))], "lru", True)
+    engine = Engine(manager)
     with Recorder(manager, tmp_path / "run.kvlog"):
         for number in range(150):
             context = ReqContext()
@@ -105,12 +105,8 @@ def test_fault_over_tiers_is_found(tmp_path, has_arbiter):
                 context.set_offload_key_positions({key: 16 * (i + 1) for i, key in enumerate(keys)})
             if manager.lookup(keys, context) is None:
                 assert manager.settle(10)
-            num_hits = manager.lookup(keys, context) or 0
-            manager.prepare_load(keys[:num_hits], context)
-            manager.complete_load(keys[:num_hits], context)
-            output = manager.prepare_store(keys, context)
-            if output is not None:
-                manager.complete_store(output.keys_to_store, context)
+            engine.load(keys[: manager.lookup(keys, context) or 0], context)
+            engine.store(keys, context)
             manager.on_request_finished(context)
             manager.report_prefill(0, 16 * len(keys), 0.01)
             manager.on_schedule_end()

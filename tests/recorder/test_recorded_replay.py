@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from engine import Engine
 from msgspec.structs import replace
 from recorder_harness import COMPILED, key, make_all_calls, replayed, request
 
@@ -94,6 +95,7 @@ def test_arbiters_recording_replays_to_same_decisions(path, is_key_by_key):
     ]
     given = {"prefill_tokens_per_s": {0: 2000, 4096: 1000}} if is_key_by_key else {}
     manager = TieredOffloadingManager(16, 60, tiers, "arc", True, **given)
+    engine = Engine(manager)
     with Recorder(manager, path):
         for number in range(400):
             context = ReqContext(str(number))
@@ -113,11 +115,8 @@ def test_arbiters_recording_replays_to_same_decisions(path, is_key_by_key):
                 manager.on_schedule_end()
                 hits = max(hits, manager.lookup(keys[:1], context) or 0)
             loaded = keys[: min(hits, manager.pool.match_prefix(keys))]
-            manager.prepare_load(loaded, context)
-            manager.complete_load(loaded, context)
-            output = manager.prepare_store(keys, context)
-            if output is not None:
-                manager.complete_store(output.keys_to_store, context)
+            engine.load(loaded, context)
+            engine.store(keys, context)
             manager.report_prefill(16 * hits, rng.randrange(1, 400), rng.random() * 0.1)
             manager.on_request_finished(context)
             if rng.random() < 0.2:

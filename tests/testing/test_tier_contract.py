@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from engine import Engine
 
 from kvcache.options import Options
 from kvcache.request import ReqContext
@@ -107,7 +108,7 @@ def test_faulty_tier_gives_no_wrong_byte(name, write_policy):
     tier = FaultyTier(inner, ALL_FAULTS[name], host, seed=3, clock=lambda: clock[0])
     rule = TierConfig(write_policy=write_policy, pause_s=3.0, max_store_blocks=4)
     manager = TieredOffloadingManager(16, 12, [(tier, rule)], clock=lambda: clock[0])
-    draw = random.Random(5)
+    engine, draw = Engine(manager, host), random.Random(5)
     num_loaded = 0
     waiting = []
     for _ in range(600):
@@ -123,16 +124,9 @@ def test_faulty_tier_gives_no_wrong_byte(name, write_policy):
                 assert clock[0] - since_s <= 6, "a request waits past its deadline"
                 continue
             waiting.remove(request)
-            spec = manager.prepare_load(keys[:num_hits], context)
-            for key, block_id in zip(keys, spec.block_ids.tolist(), strict=False):
-                assert host[block_id].tobytes() == key.ljust(8)
+            engine.load(keys[:num_hits], context)
             num_loaded += num_hits
-            manager.complete_load(keys[:num_hits], context)
-            output = manager.prepare_store(keys, context)
-            if output is not None:
-                for key, block_id in zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True):
-                    host[block_id] = np.frombuffer(key.ljust(8), np.uint8)
-                manager.complete_store(output.keys_to_store, context)
+            engine.store(keys, context)
             manager.on_request_finished(context)
         manager.on_schedule_end()
     assert tier.num_faults > 0

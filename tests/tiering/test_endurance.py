@@ -4,6 +4,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from engine import Engine
 
 from kvcache import CPUOffloadingManager, ReqContext, TieredOffloadingManager, make_offload_key
 from kvcache.assembly.assemble import parse_tier
@@ -18,14 +19,14 @@ from kvcache.tiers.base.wear import DAY_S, Wear
 HOUR_S = 3600.0
 
 
-class Bench:
+class Bench(Engine):
     """A manager of 64 blocks over a simulated disk of 1,000, and requests of one user or of many."""
 
     def __init__(self, endurance, policy="lru", host_blocks=64, disk_blocks=1000):
         self.now_s = 0.0
         rule = ("write_through", False, "lru", endurance)
-        self.manager = SimulatedTieredManager(
-            16, host_blocks, [disk_blocks], policy, clock=lambda: self.now_s, rules=[rule]
+        super().__init__(
+            SimulatedTieredManager(16, host_blocks, [disk_blocks], policy, clock=lambda: self.now_s, rules=[rule])
         )
         self.tier = self.manager.simulated[0]
 
@@ -33,13 +34,10 @@ class Bench:
         """Serve a prompt, whose new blocks are stored in parts of so many; return the hits."""
         context = ReqContext("request")
         num_hits = self.manager.lookup(keys, context)
-        self.manager.prepare_load(keys[:num_hits], context)
-        self.manager.complete_load(keys[:num_hits], context)
+        self.load(keys[:num_hits], context)
         part = part or max(1, len(keys))
         for begin in range(num_hits, len(keys), part):
-            output = self.manager.prepare_store(keys[begin : begin + part], context)
-            if output is not None:
-                self.manager.complete_store(output.keys_to_store, context)
+            self.store(keys[begin : begin + part], context)
         self.manager.on_request_finished(context)
         return num_hits
 
@@ -160,19 +158,11 @@ def test_budget_holds_each_day(policy, num_days):
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
 def test_no_budget_hits_as_memory_alone(policy):
     bench, draw = Bench(1e-6, policy), random.Random(1)
-    alone = CPUOffloadingManager(16, 64, policy, clock=lambda: bench.now_s)
+    alone = Engine(CPUOffloadingManager(16, 64, policy, clock=lambda: bench.now_s))
     for _ in range(1500):
         bench.now_s += 1.0
         keys = keys_of(draw.randrange(40), draw.randrange(1, 12))
-        context = ReqContext("alone")
-        num_hits = alone.lookup(keys, context)
-        alone.prepare_load(keys[:num_hits], context)
-        alone.complete_load(keys[:num_hits], context)
-        output = alone.prepare_store(keys[num_hits:], context)
-        if output is not None:
-            alone.complete_store(output.keys_to_store, context)
-        alone.on_request_finished(context)
-        assert bench.request(keys) == num_hits
+        assert alone.serve(keys) == bench.request(keys)
     assert bench.tier.stored_blocks == 0
 
 
@@ -228,7 +218,7 @@ def test_units_of_groups_pass_limited_disk():
         rules=[("write_through", False, "lru", 20.0)],
         group_windows=[None, 2],
     )
-    num_loaded = 0
+    engine, num_loaded = Engine(manager), 0
     for _ in range(400):
         now_s += 5.0
         user, length = draw.randrange(12), draw.randrange(1, 10)
@@ -241,12 +231,9 @@ def test_units_of_groups_pass_limited_disk():
         while num_hits and manager.lookup(windowed[max(0, num_hits - 2) : num_hits], context) < min(2, num_hits):
             num_hits -= 1
         loaded = [*anchors[:num_hits], *windowed[max(0, num_hits - 2) : num_hits]]
-        manager.prepare_load(loaded, context)
-        manager.complete_load(loaded, context)
+        engine.load(loaded, context)
         num_loaded += len(loaded)
-        output = manager.prepare_store([*anchors[num_hits:], *windowed[num_hits:]], context)
-        if output is not None:
-            manager.complete_store(output.keys_to_store, context)
+        engine.store([*anchors[num_hits:], *windowed[num_hits:]], context)
         manager.on_request_finished(context)
         manager.policy.check()
     stats = manager.tier_stats()[0]

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from engine import Engine
 from stores import Clock
 
 from kvcache.request import ReqContext
@@ -27,7 +28,7 @@ def raising(name):
     return call
 
 
-class FaultyTier(ManualTier):
+class UnrulyTier(ManualTier):
     """Refuses and fails on demand; `in_use` has the host blocks of the jobs that it has not reported.
 
     A share `rate` of its calls raises, or answers nonsense.
@@ -80,13 +81,13 @@ class FaultyTier(ManualTier):
         super().reset(version)
 
 
-class World:
+class World(Engine):
     """An engine of three requests over a manager with two tiers; block contents name the key and the reset before."""
 
     def __init__(self, **rule):
         self.clock, self.epoch = Clock(), 0
         self.host = np.zeros((NUM_BLOCKS, 4), np.uint8)
-        self.tiers = [FaultyTier("UPPER", self.host), FaultyTier("LOWER", self.host)]
+        self.tiers = [UnrulyTier("UPPER", self.host), UnrulyTier("LOWER", self.host)]
         config = TierConfig(deadline_s=3.0, pause_s=2.0, max_failures=2, max_store_blocks=4, **rule)
         self.manager = TieredOffloadingManager(
             16,
@@ -99,21 +100,14 @@ class World:
         self.requests = []
 
     def content(self, key):
-        return key * 3 + bytes([self.epoch])
+        return np.frombuffer(key * 3 + bytes([self.epoch]), np.uint8)
 
     def slots_in_use(self):
         return {block_id for tier in self.tiers for ids in tier.in_use.values() for block_id in ids}
 
-    def store(self, keys, context=None, success=True):
-        output = self.manager.prepare_store(keys, context)
-        if output is None:
-            return False
-        slots = output.store_spec.block_ids.tolist()
-        assert self.slots_in_use().isdisjoint(slots)
-        for key, slot in zip(output.keys_to_store, slots, strict=True):
-            self.host[slot] = np.frombuffer(self.content(key), np.uint8)
-        self.manager.complete_store(output.keys_to_store, context, success)
-        return True
+    def fill(self, keys, block_ids):
+        assert self.slots_in_use().isdisjoint(block_ids)
+        super().fill(keys, block_ids)
 
     def request(self, draw):
         """Begin a request, or take one a step further."""
@@ -128,10 +122,7 @@ class World:
             if draw.random() < 0.05:
                 self.end(context, keys)
             return
-        spec = self.manager.prepare_load(keys[:num_hits], context)
-        for key, slot in zip(keys, spec.block_ids.tolist(), strict=False):
-            assert self.host[slot].tobytes() == self.content(key)
-        self.manager.complete_load(keys[:num_hits], context)
+        self.load(keys[:num_hits], context)
         self.manager.touch(keys, context)
         self.store(keys, context, draw.random() < 0.9)
         self.end(context, keys)
@@ -222,7 +213,7 @@ def test_slot_of_hung_writes_stays_withheld():
 def test_block_arriving_late_is_not_held():
     world = World()
     world.tiers[0].submit_store(-1, [b"a"], [0])
-    world.host[0] = np.frombuffer(world.content(b"a"), np.uint8)
+    world.host[0] = world.content(b"a")
     world.end_jobs()
     world.step()
     context = ReqContext()

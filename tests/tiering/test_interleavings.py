@@ -10,6 +10,7 @@ from collections import deque
 
 import numpy as np
 import pytest
+from engine import Engine
 
 from kvcache.control.pool import BlockPool
 from kvcache.request import ReqContext
@@ -53,8 +54,7 @@ class Request:
                 world.check_free_of_jobs(self.output.store_spec.block_ids)
                 self.state = "store"
         elif self.state == "store":
-            for key, block_id in zip(self.output.keys_to_store, self.output.store_spec.block_ids, strict=True):
-                world.host[block_id] = np.frombuffer(key * 4, np.uint8)
+            world.fill(self.output.keys_to_store, self.output.store_spec.block_ids)
             manager.complete_store(self.output.keys_to_store, context)
             self.end(manager)
 
@@ -63,7 +63,7 @@ class Request:
         self.state, self.output = "ended", None
 
 
-class World:
+class World(Engine):
     """One run of the small scale; `actions` are what may happen next."""
 
     def __init__(self, scenario):
@@ -78,14 +78,12 @@ class World:
             16, 3, [(self.tier, rule)], ReferenceLRU, deadline_s=DEADLINE_S, clock=lambda: self.now_s
         )
         for key in scenario["on_tier"]:
-            self.host[0] = np.frombuffer(key * 4, np.uint8)
+            self.fill([key], [0])
             assert self.tier.submit_store(-1, [key], [0])
             self.tier.end(self.tier.pending[0])
         self.tier.get_finished()
         for key in scenario["in_host"]:
-            output = self.manager.prepare_store([key])
-            self.host[output.store_spec.block_ids[0]] = np.frombuffer(key * 4, np.uint8)
-            self.manager.complete_store([key])
+            self.store([key])
             self.end_jobs()
             self.manager.on_schedule_end()
         self.requests = [Request(str(i), keys) for i, keys in enumerate(scenario["requests"])]
@@ -117,10 +115,6 @@ class World:
             self.tier.end(job, "failed" if kind == "fail" else "")
         self.check()
 
-    def check_bytes(self, keys, block_ids):
-        for key, block_id in zip(keys, block_ids, strict=True):
-            assert self.host[block_id].tobytes() == key * 4
-
     def check_free_of_jobs(self, block_ids):
         busy = {block_id for job in self.tier.pending for block_id in job.block_ids}
         assert not busy.intersection(block_ids.tolist())
@@ -133,7 +127,7 @@ class World:
             for key, block_id in zip(job.keys, job.block_ids, strict=True):
                 if not job.is_load and key in blocks and block_id == blocks[key].block_id:
                     assert blocks[key].ref_cnt > 0
-                    assert self.host[block_id].tobytes() == key * 4
+                    self.check_bytes([key], [block_id])
 
     def signature(self):
         manager, now_s = self.manager, self.now_s

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine import Engine
 from stores import until
 
 from kvcache.request import ReqContext
@@ -103,11 +104,9 @@ def serve(timed, number):
         assert time.monotonic() - start < 60, "a request waits for ever"
         time.sleep(0.001)
     waited_s = time.monotonic() - start
-    timed.prepare_load(keys[:num_hits], context)
-    timed.complete_load(keys[:num_hits], context)
-    output = timed.prepare_store(keys, context)
-    if output is not None:
-        timed.complete_store(output.keys_to_store, context)
+    engine = Engine(timed)
+    engine.load(keys[:num_hits], context)
+    engine.store(keys, context)
     timed.on_request_finished(context)
     timed.on_schedule_end()
     return num_hits, waited_s

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from engine import Engine
 from stores import Clock
 
 from kvcache.block import BlockStateError
@@ -15,7 +16,7 @@ from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.base.tier import TierResult
 
 
-class Bench:
+class Bench(Engine):
     """A manager over one hand-driven tier."""
 
     def __init__(self, num_blocks=3, num_tier_blocks=4, **rule):
@@ -28,11 +29,8 @@ class Bench:
         )
 
     def store(self, *keys, context=None):
-        output = self.manager.prepare_store(list(keys), context)
+        output = super().store(list(keys), context)
         assert output is not None
-        for key, block_id in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
-            self.host[block_id] = np.frombuffer(key.ljust(8), np.uint8)
-        self.manager.complete_store(output.keys_to_store, context)
         return output
 
     def step(self, *, error=""):

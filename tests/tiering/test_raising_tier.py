@@ -6,6 +6,7 @@ then on. Nothing may reach the scheduler, and the host pool must be whole in the
 
 import numpy as np
 import pytest
+from engine import Engine
 
 from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
@@ -50,7 +51,7 @@ class Fault:
         return self.inner(*args)
 
 
-class Day:
+class Day(Engine):
     """A manager over one automatic tier, and everything a scheduler does with it."""
 
     def __init__(self, write_policy="write_through"):
@@ -63,38 +64,26 @@ class Day:
             16, NUM_BLOCKS, [(self.tier, config)], enable_events=True, clock=lambda: self.clock()
         )
 
-    def serve(self, text):
-        manager, context = self.manager, ReqContext(text)
-        keys = [letter.encode() for letter in text]
-        manager.on_new_request(context)
-        for _ in range(40):
-            manager.status(keys[0], context)
-            if (found := manager.lookup(keys, context)) is not None:
-                break
-            manager.on_schedule_end()
-            self.now_s += 0.5
-        else:
-            raise AssertionError("a request waits for ever")
-        manager.touch(keys, context)
-        spec = manager.prepare_load(keys[:found], context)
-        for key, block_id in zip(keys, spec.block_ids.tolist(), strict=False):
-            assert self.host[block_id].tobytes() == key * 4
-        manager.complete_load(keys[:found], context)
-        output = manager.prepare_store(keys, context)
-        if output is not None:
-            for key, block_id in zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True):
-                self.host[block_id] = np.frombuffer(key * 4, np.uint8)
-            manager.complete_store(output.keys_to_store, context)
-        manager.on_request_finished(context)
-        manager.on_schedule_end()
+    def wait(self):
+        super().wait()
+        self.now_s += 0.5
+        assert self.now_s < self.end_s, "a request waits for ever"
+
+    def request(self, text):
+        context, keys = ReqContext(text), [letter.encode() for letter in text]
+        self.end_s = self.now_s + 20.0
+        self.manager.on_new_request(context)
+        self.manager.status(keys[0], context)
+        self.manager.touch(keys, context)
+        self.serve(keys, context)
         self.now_s += 0.25
 
     def play(self):
         for text in ("abc", "def", "abcd", "ghi", "abc", "jk", "def", "abcj"):
-            self.serve(text)
+            self.request(text)
         self.manager.reset_cache()
         for text in ("abc", "def", "abcd", "ghi", "abc"):
-            self.serve(text)
+            self.request(text)
         self.manager.tier_stats()
         self.manager.stats()
         self.manager.has_pending_work()
@@ -154,8 +143,8 @@ def test_other_write_policies_survive_too(write_policy):
 
 def test_raising_reset_serves_nothing():
     day = Day()
-    day.serve("abc")
-    day.serve("def")
+    day.request("abc")
+    day.request("def")
     day.manager.settle(5)
     assert day.tier.lookup([b"a"]) == 1
     inner, day.tier.reset = day.tier.reset, Fault(None, 1, True, RuntimeError("bug"))
@@ -169,7 +158,7 @@ def test_raising_reset_serves_nothing():
     day.now_s += 2
     day.manager.on_schedule_end()
     assert day.tier.lookup([b"a"]) == 0
-    day.serve("abc")
+    day.request("abc")
     day.manager.settle(5)
     assert day.tier.lookup([b"a"]) == 1
 
