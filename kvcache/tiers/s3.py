@@ -54,9 +54,11 @@ _MAX_LISTED = 1000
 _MAX_KEY_BYTES = 120
 _NO_BUCKET = "NoSuchBucket"
 _SKEWED = re.compile("RequestTimeTooSkewed|Request has expired|not yet valid")
-_EXISTS = (409, 412)
+# What a download is answered with, if the object has come, and another request, if it was done.
+_LOADED, _DONE, _EXISTS = (200,), (200, 201, 204), (409, 412)
 _CLIENT_OPTIONS = ("bucket", "endpoint", "region", "timeout_s", "ca_file")
-_DELETE_S = 600.0
+_DELETE_S = 30.0
+"""How long a reset waits for the deletion of private blocks."""
 _DELETE = (
     "import json, sys\nfrom kvcache.tiers.s3 import S3Options, delete_under\n"
     "options, start = json.load(sys.stdin)\ndelete_under(S3Options(**options), start)"
@@ -245,12 +247,15 @@ class S3Tier(SharedStoreTier):
         # In a process of its own: the library ends it if the store announces an answer that is larger than memory.
         order = json.dumps([{name: getattr(self._options, name) for name in _CLIENT_OPTIONS}, self._path(prefix)])
         command = [sys.executable, "-c", _DELETE]
-        done = subprocess.run(command, input=order, capture_output=True, text=True, timeout=_DELETE_S, check=False)
-        reason = (done.stderr.splitlines() or [""])[-1]
-        # Another try would not delete them: the right is missing, or the library has ended the process.
-        if reason.startswith("PermissionError") or done.returncode < 0:
+        try:
+            done = subprocess.run(command, input=order, capture_output=True, text=True, timeout=_DELETE_S, check=False)
+            code, reason = done.returncode, (done.stderr.splitlines() or [""])[-1]
+        except subprocess.TimeoutExpired:
+            code, reason = -1, f"their deletion took more than {_DELETE_S:.0f} s"
+        # Another try would not delete them: the right is missing, there are many, or the library has ended the process.
+        if reason.startswith("PermissionError") or code < 0:
             self._warnings.warn("delete", "%s: private blocks stay: %s", self._address, reason)
-        elif done.returncode != 0:
+        elif code != 0:
             raise OSError(reason)
 
     def close(self) -> None:
@@ -260,9 +265,12 @@ class S3Tier(SharedStoreTier):
         """Return the store's answer, None if it has no such object; OSError if it refuses the request."""
         with _os_errors(self._address):
             answer = self._client.request(method, self._path(name), **options)
-        if answer.status in (200, 201, 204) or (options.get("creates") and answer.status in _EXISTS):
+        done = _LOADED if method == "GET" else (*_DONE, *_EXISTS) if options.get("creates") else _DONE
+        if answer.status in done:
             return answer
-        text = f"{self._address}: {_shown(answer.text) or f'status {answer.status}'}"
+        # The text of a success may be a block.
+        shown = "" if answer.status < 300 else _shown(answer.text)
+        text = f"{self._address}: {shown or f'status {answer.status}'}"
         if answer.status == 404:
             if method != "PUT" and _NO_BUCKET not in text:
                 return None

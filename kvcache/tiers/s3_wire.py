@@ -26,6 +26,7 @@ _MAX_TEXT_BYTES = 4096
 _MAX_LINES = 200
 _MAX_RETRIES = 2
 _BACKOFF_S = 0.05
+_LEAST_S = 0.001
 _BUSY = (429, 500, 502, 503, 504)
 # A clock may be wrong by as much.
 _VALID = timedelta(hours=1)
@@ -68,7 +69,7 @@ class BucketClient:
         for pause_s in (*(_BACKOFF_S * 2**number for number in range(_MAX_RETRIES)), None):
             is_kept = bool(self._idle)
             try:
-                answer = self._exchange(method, path, parts, targets, creates)
+                answer = self._exchange(method, path, parts, targets, creates, end_s)
             except OSError as error:
                 # The store may end a connection that was not used for some time, and then all of them.
                 if is_kept and pause_s is not None and time.monotonic() < end_s:
@@ -86,11 +87,11 @@ class BucketClient:
             while True:
                 self._idle.pop()[0].close()
 
-    def _connection(self, url: SplitResult) -> tuple[socket.socket, Channel]:
+    def _connection(self, url: SplitResult, timeout_s: float) -> tuple[socket.socket, Channel]:
         with suppress(IndexError):
             return self._idle.pop()
         host, is_tls = url.hostname or "", url.scheme == "https"
-        connection = socket.create_connection((host, url.port or (443 if is_tls else 80)), self._timeout_s)
+        connection = socket.create_connection((host, url.port or (443 if is_tls else 80)), timeout_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if is_tls:
@@ -98,7 +99,7 @@ class BucketClient:
         except BaseException:
             connection.close()
             raise
-        return connection, Channel(connection, self._timeout_s)
+        return connection, Channel(connection, timeout_s)
 
     def _exchange(
         self,
@@ -107,6 +108,7 @@ class BucketClient:
         parts: Sequence[Any],
         targets: Sequence[memoryview],
         creates: bool,
+        end_s: float,
     ) -> Answer:
         url = urlsplit(obstore.sign(self._store, method, path, _VALID))
         head = f"{method} {url.path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\nUser-Agent: kvcache\r\n"
@@ -114,9 +116,11 @@ class BucketClient:
             head += f"Content-Length: {sum(map(len, parts))}\r\n"
         if creates:
             head += "If-None-Match: *\r\n"
-        connection, channel = self._connection(url)
+        connection, channel = self._connection(url, max(_LEAST_S, end_s - time.monotonic()))
         stays_open = False
         try:
+            # Neither a connection nor another attempt adds to the time of a request.
+            channel.limit(max(_LEAST_S, end_s - time.monotonic()))
             # A store that refuses a request may not read the rest of it.
             with suppress(BrokenPipeError):
                 channel.send([f"{head}\r\n".encode(), *parts])

@@ -67,8 +67,8 @@ class _Receiver(io.RawIOBase):
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self.end_s = 0.0
+        self.timeout_s = timeout_s
         self._socket = sock
-        self._timeout_s = timeout_s
         self._wake_bytes = 1
 
     def readable(self) -> bool:
@@ -95,7 +95,7 @@ class _Receiver(io.RawIOBase):
             raise self._too_late()
 
     def _too_late(self) -> WireError:
-        return WireError(f"an answer took more than {self._timeout_s} s")
+        return WireError(f"an answer took more than {self.timeout_s:.3g} s")
 
 
 class Channel:
@@ -106,13 +106,17 @@ class Channel:
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._socket = sock
-        self._timeout_s = timeout_s
         self._receiver = _Receiver(sock, timeout_s)
         self.reader = io.BufferedReader(self._receiver, _READ_BYTES)
 
+    def limit(self, timeout_s: float) -> None:
+        """Set the time limit of later batches and answers, more than 0."""
+        self._socket.settimeout(timeout_s)
+        self._receiver.timeout_s = timeout_s
+
     def send(self, buffers: Iterable[Any]) -> None:
         """Send buffers, one after the other."""
-        self._receiver.end_s = time.monotonic() + self._timeout_s
+        self._receiver.end_s = time.monotonic() + self._receiver.timeout_s
         try:
             waiting = list(buffers)
             if type(self._socket) is not socket.socket:
@@ -132,7 +136,7 @@ class Channel:
                     lengths[first] -= num_sent
                 self._receiver.check_time()
         except TimeoutError:
-            raise WireError(f"the server took nothing for {self._timeout_s} s") from None
+            raise WireError(f"the server took nothing for {self._receiver.timeout_s:.3g} s") from None
 
     def read_count(self) -> int:
         """Read the answer of a command: its count, or 1 if it was confirmed."""
@@ -166,7 +170,7 @@ class Channel:
         return num_bytes
 
     def _line(self) -> tuple[bytes, bytes]:
-        self._receiver.end_s = time.monotonic() + self._timeout_s
+        self._receiver.end_s = time.monotonic() + self._receiver.timeout_s
         line = self.reader.readline(_MAX_LINE_BYTES)
         if len(line) == _MAX_LINE_BYTES:
             raise WireError("the server sends lines without an end")

@@ -26,6 +26,7 @@ from kvcache.tiers.base import lifecycle
 from kvcache.tiers.base.checksum import SEAL_BYTES
 from kvcache.tiers.codecs.aes_gcm import KEYS_VARIABLE
 from kvcache.tiers.s3 import S3Options, S3Tier
+from kvcache.tiers.valkey_wire import Channel
 
 BLOCK_BYTES = 4096
 HUGE_BYTES = 1 << 40
@@ -199,6 +200,35 @@ def test_failed_deletion_is_tried_again(local, start, monkeypatch):
     assert not set(paths) & local.objects.keys()
 
 
+def test_long_deletion_ends_no_reset(local, start, monkeypatch):
+    """The private blocks are too many to be deleted in time. They have names that no engine will ask for."""
+    monkeypatch.setattr(s3, "_DELETE_S", 0.01)
+    tier = start()
+    paths = private_blocks(tier, local)
+    tier.reset()
+    wait_for_reset(tier)
+    assert set(paths) <= local.objects.keys()
+    assert store(tier, KEYS[:2], 60).done == KEYS[:2]
+
+
+@pytest.mark.parametrize("status", [201, 202, 206])
+def test_download_is_answered_with_200(local, start, status):
+    """Any other answer, even as long as the block, does not fill the buffer."""
+    tier = start()
+    store(tier, KEYS[:2])
+
+    def answer(request):
+        if is_get := request.command == "GET":
+            request.reply(status, local.objects[request.key])
+        return is_get
+
+    local.intercept = answer
+    result = load_as_is(tier, KEYS[:2])
+    assert (result.done, f"status {status}" in result.error, tier.stats().corrupt_blocks) == ([], True, 0)
+    local.intercept = lambda request: False
+    assert load(tier, KEYS[:2], 9).done == KEYS[:2]
+
+
 def test_changed_or_moved_object_misses(local, start):
     tier = start()
     store(tier, KEYS[:4])
@@ -271,6 +301,27 @@ def test_busy_server_is_asked_again(local, start):
     local.intercept = busy
     assert store(tier, KEYS[:1]).done == KEYS[:1]
     assert local.calls == {"PUT": 3}
+
+
+def test_attempts_share_time_limit(local, start, monkeypatch):
+    """A store that is busy at first has the rest of the time for later attempts, also with a new connection."""
+    tier, limits, limit = start(timeout_s=50.0), [], Channel.limit
+    monkeypatch.setattr(Channel, "limit", lambda channel, seconds: limits.append(seconds) or limit(channel, seconds))
+    answers = iter(("busy", "gone"))
+
+    def spoil(request):
+        kind = next(answers, "")
+        if kind == "busy":
+            time.sleep(0.2)
+            request.refuse(503, "SlowDown")
+        elif kind == "gone":
+            request.hang_up()
+        return bool(kind)
+
+    local.intercept = spoil
+    assert store(tier, KEYS[:1]).done == KEYS[:1]
+    first, second, third = limits
+    assert 50 >= first > second + 0.2 > third + 0.2
 
 
 @pytest.mark.parametrize("command", ["GET", "PUT", "HEAD"])

@@ -176,7 +176,7 @@ def test_late_answer_is_not_another_jobs(local, opened):
     store(tier, KEYS[:2])
     first = [b"GET", tier.store_name(KEYS[0])]
     local.intercept = lambda command: is_over.wait() and None if command == first else None
-    assert "took more than 1.0 s" in load(tier, KEYS[:1]).error
+    assert "took more than 1 s" in load(tier, KEYS[:1]).error
     assert load(tier, KEYS[1:2], job_id=3).done == KEYS[1:2]
     is_over.set()
 
@@ -226,7 +226,7 @@ def test_deadline_is_of_batch_or_answer(monkeypatch):
             (lambda: theirs.recv(4096), lambda: server.send([bytes(1 << 20)])),
         ):
             Thread(target=repeat, args=(step,), daemon=True).start()
-            with pytest.raises(WireError, match=r"took more than 5\.0 s"):
+            with pytest.raises(WireError, match=r"took more than 5 s"):
                 use()
 
 
