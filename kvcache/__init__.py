@@ -37,13 +37,7 @@ if TYPE_CHECKING:
     from kvcache.events import OffloadingEvent
     from kvcache.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
     from kvcache.metrics import ManagerStats
-    from kvcache.policies import (
-        ARCCachePolicy,
-        CachePolicy,
-        GittinsCachePolicy,
-        LRUCachePolicy,
-        RequestUses,
-    )
+    from kvcache.policies import ARCCachePolicy, CachePolicy, GittinsCachePolicy, LRUCachePolicy, RequestUses
     from kvcache.recorder.recorder import Recorder, RecorderStats
     from kvcache.request import OffloadPolicy, Prompt, ReqContext, RequestOffloadingContext, Retention
     from kvcache.specs import (

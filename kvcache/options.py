@@ -282,24 +282,12 @@ class Configurable:
 
     @classmethod
     def unavailable_reason(cls, options: Any) -> str:
-        """Return why an instance with these options cannot be opened now, or "". May wait; opens nothing.
-
-        Parameters
-        ----------
-        options : Options
-            An object of `options_type`.
-        """
+        """Return why an instance with `options` cannot be opened now, or "". May wait; opens nothing."""
         return ""
 
     @classmethod
     def doubt(cls, options: Any) -> str:
-        """Return a warning about an instance that opens now but may fail later, or ""; as for `unavailable_reason`.
-
-        Parameters
-        ----------
-        options : Options
-            An object of `options_type`.
-        """
+        """Return a warning about an instance with `options` that opens now but may fail later, or ""; may wait."""
         return ""
 
     @classmethod

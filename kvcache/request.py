@@ -191,10 +191,7 @@ class ReqContext:
     )
 
     def __init__(
-        self,
-        req_id: str = "",
-        kv_transfer_params: dict[str, Any] | None = None,
-        retention: Retention | None = None,
+        self, req_id: str = "", kv_transfer_params: dict[str, Any] | None = None, retention: Retention | None = None
     ) -> None:
         if retention is not None and not isinstance(retention, Retention):
             raise ValueError(f"retention must be a Retention or None, got {retention!r}")

@@ -316,10 +316,7 @@ def open_exporters(settings: OffloadSettings, telemetry: Telemetry) -> None:
 
 
 def open_tiers(
-    tiers: tuple[TierSettings, ...],
-    host_blocks: HostBlocks,
-    fingerprint: Mapping[str, Any],
-    rank: str | None = None,
+    tiers: tuple[TierSettings, ...], host_blocks: HostBlocks, fingerprint: Mapping[str, Any], rank: str | None = None
 ) -> list[tuple[Tier, TierConfig]]:
     """Open tiers over a pool. If one cannot be opened, the tiers before it are shut down.
 

@@ -64,12 +64,9 @@ def build_app() -> typer.Typer:
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Run the command line; every expected error ends as one line and an exit status.
+    """Run the command line; every expected error ends as one line.
 
-    Raises
-    ------
-    SystemExit
-        Always: 0 after success, 1 after a failure, 2 after bad input.
+    SystemExit, always: 0 after success, 1 after a failure, 2 after bad input.
     """
     try:
         app = build_app()

@@ -12,11 +12,7 @@ import typer
 
 def node(
     config: Annotated[
-        Path,
-        typer.Argument(
-            help="The engines' JSON file, as `kvcache check` reads it.",
-            show_default=False,
-        ),
+        Path, typer.Argument(help="The engines' JSON file, as `kvcache check` reads it.", show_default=False)
     ],
 ) -> None:
     """Own the pool of a machine's engines until a SIGTERM."""

@@ -23,8 +23,7 @@ _BREAKER_WORDS = {"closed": "works", "open": "paused", "half_open": "failing: on
 def status(
     socket: SocketOption = None,
     next_version: Annotated[
-        str | None,
-        typer.Option(help="Only name the weights in force after the next reset.", show_default=False),
+        str | None, typer.Option(help="Only name the weights in force after the next reset.", show_default=False)
     ] = None,
     json: common.JsonOption = None,
 ) -> None:

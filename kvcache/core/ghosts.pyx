@@ -19,12 +19,7 @@ cdef class GhostList:
 
     A recency list of key hashes that forgets its oldest beyond `capacity`.
 
-    Parameters
-    ----------
-    capacity : int
-        Ghosts kept, >= 1.
-    tight : bool
-        Whether the index may be five sixths full, not half: for histories of many times the cache's blocks.
+    If `tight`, the index may be five sixths full, not half: for histories of many times the cache's blocks.
     """
 
     def __cinit__(self, Py_ssize_t capacity, bint tight=False):

@@ -74,16 +74,10 @@ cdef class Batch:
 cdef class BlockTable:
     """BlockTable(cache_capacity, num_lists=1, keeps_queues=True)
 
-    Blocks by key, in rows, each in one of `num_lists` recency lists.
+    Blocks by key, 1 to 2**30 - 1, in rows, each in one of `num_lists` recency lists (1 to 8) of the policy.
 
-    Parameters
-    ----------
-    cache_capacity : int
-        Blocks, >= 1 and < 2**30.
-    num_lists : int
-        Recency lists of the policy, 1 to 8; each has an eviction queue per priority.
-    keeps_queues : bool
-        Whether evictable rows stand in eviction queues; not if the policy keeps an order of its own.
+    Each list has an eviction queue per priority. With `keeps_queues`, evictable rows stand in them; a policy that keeps
+    an order of its own does without.
     """
 
     def __cinit__(self, cache_capacity, int32_t num_lists=1, bint keeps_queues=True):

@@ -20,8 +20,6 @@ class HangError(AssertionError):
 def run_within(timeout_s: float, call: Callable[[], T], name: str = "the test") -> T:
     """Return the result of `call`, which runs in a separate thread; HangError if it does not end in time.
 
-    Notes
-    -----
     The error shows the position of the thread. Compiled code that hangs and holds the GIL also blocks this thread.
     """
     ended: Future[T] = Future()

@@ -207,11 +207,7 @@ class Arbitration:
     """
 
     def __init__(
-        self,
-        arbiter: LoadArbiter,
-        pending: PendingRequests,
-        controllers: list[TierController],
-        block_size: int,
+        self, arbiter: LoadArbiter, pending: PendingRequests, controllers: list[TierController], block_size: int
     ) -> None:
         self.arbiter = arbiter
         self.group_of: Callable[[bytes], bytes | None] = itemgetter(slice(-_GROUP_BYTES, None))

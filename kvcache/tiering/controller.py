@@ -69,10 +69,7 @@ class TierConfig(Options):
     num_uses: int = option(parse_count, 2, when="`write_through_selective` should wait for more uses than two")
     deadline_s: float = option(parse_duration, 5.0, when="a job of a healthy tier may take longer, or must take less")
     max_store_blocks: int = option(
-        parse_count,
-        64,
-        when="writes need more blocks under way to be fast, or must hold less of the pool",
-        rare=True,
+        parse_count, 64, when="writes need more blocks under way to be fast, or must hold less of the pool", rare=True
     )
     max_failures: int = option(
         parse_count, 3, when="the tier must be paused after fewer, or more, failed jobs in a row", rare=True

@@ -88,23 +88,12 @@ class _Blocks:
 class KeyedStore:
     """A tier whose calls wait; several threads may call it at once. No call raises because of I/O.
 
-    Parameters
-    ----------
-    open_tier : callable
-        Opens the tier over the host blocks that it is given, and returns it with its `TierConfig`; see
-        `kvcache.assembly.assemble.open_store`. Only ``deadline_s``, ``max_failures`` and ``pause_s`` of that are used.
-    block_bytes : int
-        Bytes of one block.
-    labels : sequence of (str, str)
-        Labels of the store's metrics.
-    staging_bytes : int
-        Memory for blocks on their way, which is rounded to a few whole blocks.
-    on_change : callable, optional
-        Called with the keys of blocks that were stored or found at the start, and of those that were removed before
-        them, under the store's lock; it must not call the store.
+    `open_tier` opens the tier over the host blocks that it is given, and returns it with its `TierConfig`; only its
+    ``deadline_s``, ``max_failures`` and ``pause_s`` are used; see `kvcache.assembly.assemble.open_store`.
+    `staging_bytes` of memory, rounded to a few whole blocks, hold blocks on their way. `labels` are for the metrics.
+    `on_change` is called with the keys of blocks that were stored or found at the start, and of those that were removed
+    before them, under the store's lock; it must not call the store.
 
-    Notes
-    -----
     A call gives up a job, of at most a sixteenth of `staging_bytes`, after ``deadline_s``. Its blocks then count as
     missing or not stored, and the tier's reads or writes are paused for ``pause_s``.
     """
@@ -168,17 +157,9 @@ class KeyedStore:
     def get(self, keys: Sequence[bytes], buffers: Sequence[Buffer | Sequence[Buffer]]) -> list[bool]:
         """Fill the buffers of each key; return for each whether its block was held and verified.
 
-        Parameters
-        ----------
-        keys : sequence of bytes
-            Keys in prefix order. They are not touched, because a call may have a part of a prefix only: see `touch`.
-        buffers : sequence
-            For each key a contiguous, writable buffer of `block_bytes`, or a list of buffers with as many bytes in all.
-
-        Returns
-        -------
-        list of bool
-            The buffers of a key with False may hold anything.
+        A key has a contiguous, writable buffer of `block_bytes`, or a list of buffers with as many bytes in all. If its
+        answer is False, they may hold anything. Keys are in prefix order. They are not touched, because a call may have
+        a part of a prefix only: see `touch`.
         """
         return self._move(True, keys, buffers)
 

@@ -9,12 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable
 
-from kvcache.specs import (
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    TransferResult,
-)
+from kvcache.specs import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
 
 TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
 """Source and destination of a job's blocks."""

@@ -25,11 +25,7 @@ class CPUCopyHandler(OffloadingHandler):
     """
 
     def __init__(
-        self,
-        geometry: KVGeometry,
-        to_host: bool,
-        num_threads: int | None = None,
-        inline_bytes: int = 128 << 10,
+        self, geometry: KVGeometry, to_host: bool, num_threads: int | None = None, inline_bytes: int = 128 << 10
     ) -> None:
         if num_threads is not None:
             check_int("num_threads", num_threads)

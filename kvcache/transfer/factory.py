@@ -27,10 +27,7 @@ def cpu_gpu_handlers(
     block does not fit the pool.
     """
     geometry = KVGeometry(kv_caches, pool, block_size_factor)
-    return (
-        _handler(geometry, True, num_threads, staging_bytes),
-        _handler(geometry, False, num_threads, staging_bytes),
-    )
+    return (_handler(geometry, True, num_threads, staging_bytes), _handler(geometry, False, num_threads, staging_bytes))
 
 
 def load_handler(

@@ -97,12 +97,7 @@ class HostPool:
     _wanted_bytes = 0
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_bytes: int,
-        pin: bool | None = None,
-        *,
-        device: torch.device | None = None,
+        self, num_blocks: int, block_bytes: int, pin: bool | None = None, *, device: torch.device | None = None
     ) -> None:
         self.num_blocks = check_int("num_blocks", num_blocks)
         self.block_bytes = self.stride_bytes = check_int("block_bytes", block_bytes)

@@ -37,17 +37,8 @@ _KV, _MAMBA = "kv", "mamba"
 class KVCacheStorage(HiCacheStorage):
     """SGLang's storage backend ``dynamic``.
 
-    Parameters
-    ----------
-    storage_config : HiCacheStorageConfig
-        Its `extra_config` has the options of `kvcache.integrations.sglang.settings.StorageOptions` and of the tier.
-    kwargs : dict
-        SGLang passes an empty one.
-
-    Raises
-    ------
-    ValueError
-        An option is missing, unknown or invalid, or the tier cannot serve the ranks of this model.
+    The `extra_config` of `storage_config` has the options of `StorageOptions` and of the tier. ValueError: an option is
+    missing, unknown or invalid, or the tier cannot serve the ranks of this model. SGLang passes empty `kwargs`.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:

@@ -206,12 +206,9 @@ class KVLayout:
         return length
 
     def pack(self, past: Any, row: int, column: int, num_blocks: int) -> torch.Tensor:
-        """Copy consecutive blocks of one row, the first at `column`, out of a cache that `check` has accepted.
+        """Return consecutive blocks of one row of a cache that `check` has accepted, the first at `column`.
 
-        Returns
-        -------
-        torch.Tensor
-            int8, shape (num_blocks, block_bytes), on the model's device.
+        They are a copy on the model's device: int8, shape (num_blocks, block_bytes).
         """
         blocks = torch.zeros((num_blocks, self.block_bytes), dtype=torch.int8, device=self._device)
         for piece in self.pieces:

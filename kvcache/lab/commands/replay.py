@@ -32,8 +32,7 @@ class ReplayOptions:
     file: options.FileArgument
     policy: options.PolicyOption = "lru"
     blocks: Annotated[
-        str | None,
-        typer.Option(help="Capacity in blocks [default: 10000].", metavar="N", show_default=False),
+        str | None, typer.Option(help="Capacity in blocks [default: 10000].", metavar="N", show_default=False)
     ] = None
     memory: options.MemoryOption = None
     model_text: ModelOption = None

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 # Okabe & Ito's colours without yellow, which is hardly visible on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
-POLICY_COLOURS = {
-    "lru": "#0072B2",
-    "arc": "#E69F00",
-    "gittins": "#D55E00",
-}
+POLICY_COLOURS = {"lru": "#0072B2", "arc": "#E69F00", "gittins": "#D55E00"}
 """The colour of each policy of kvcache, the same in every picture."""
 _OTHER_COLOURS = ("#009E73", "#8C564B", "#7F7F7F", "#A6761D")
 INK = "#333333"

@@ -57,10 +57,7 @@ cdef class AgedGroups:
 
     Groups of known keys, in cohorts, in cells of class and age.
 
-    Parameters
-    ----------
-    values : ValueTable
-        Counts the keys that outlive an age bin. The order of `holders` follows its ranks.
+    `values` counts the keys that outlive an age bin. The order of `holders` follows its ranks.
     """
 
     def __cinit__(self, ValueTable values not None):

@@ -28,8 +28,6 @@ cdef class GroupSets:
 
     The sets of the ends of requests, by the windows of the KV-cache groups.
 
-    Notes
-    -----
     An anchor is a key of the group without a window. It is named by its place in its request + 1. In its request, the
     note of a windowed key is -1 - its group, and that of an anchor is >= 0.
     """

@@ -157,12 +157,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     def set_group_windows(self, group_windows):
         """Set the window of each KV-cache group in blocks; None: the group has no window.
 
-        Raises
-        ------
-        ValueError
-            As `kvcache.options.check_windows`.
-        BlockStateError
-            The policy holds blocks already.
+        ValueError as `kvcache.options.check_windows`; BlockStateError: the policy holds blocks already.
         """
         windows = check_windows(group_windows)
         if self.table.num_resident:

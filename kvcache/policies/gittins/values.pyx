@@ -24,8 +24,6 @@ cdef class ValueTable:
 
     Counts of hits and survivors per class and age bin, the value of each such cell, and the order of the cells.
 
-    Notes
-    -----
     A class is in use after its hint was first given, or after shared blocks were first split off. Cells of other
     classes have no rank.
     """

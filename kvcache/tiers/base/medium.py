@@ -79,14 +79,9 @@ class Medium:
         """Release resources; called once, after the last batch."""
 
     def cut(self, slots: list[int] | None, num_blocks: int) -> list[list[int]]:
-        """Return the positions 0 .. `num_blocks` - 1 in groups, one for each batch.
+        """Return the positions 0 .. `num_blocks` - 1 of a job's blocks in groups, one for each batch.
 
-        Parameters
-        ----------
-        slots : list of int or None
-            The blocks' slots, in a tier that owns its space.
-        num_blocks : int
-            Blocks of the job.
+        `slots` are those of the blocks, in a tier that owns its space.
         """
         return consecutive(num_blocks, self.max_batch_blocks)
 
