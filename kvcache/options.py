@@ -441,20 +441,6 @@ def check_windows(group_windows: object) -> list[int | None]:
     return list(group_windows)
 
 
-def check_seconds(name: str, value: object) -> float:
-    """Return `value` if it is a number > 0 (no bool, no text); ValueError naming it otherwise."""
-    if not _is_number(value) or not value > 0:
-        raise ValueError(f"{name} must be a number > 0, got {value!r}")
-    return value
-
-
-def check_share(name: str, value: object) -> float:
-    """Return `value` if it is a number in 0..1 (no bool, no text); ValueError naming it otherwise."""
-    if not _is_number(value) or not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a number in 0..1, got {value!r}")
-    return value
-
-
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 

@@ -22,7 +22,7 @@ from kvcache.core.request_keys import RequestKeys
 from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import MANAGER_METRICS, EventStats, ManagerStats, Part, PolicyStats
-from kvcache.options import check_int, check_share, check_windows
+from kvcache.options import check_int, check_windows, parse_share
 from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
 from kvcache.request import HintReader, ReqContext, Retention, check_next_use
@@ -97,7 +97,7 @@ class BlockPool:
         if check_int("num_blocks", num_blocks) >= MAX_BLOCKS:
             raise ValueError(f"num_blocks must be < 2**30, got {num_blocks}")
         check_int("store_threshold", store_threshold, 0)
-        check_share("retention_share", retention_share)
+        retention_share = parse_share("retention_share", retention_share)
         self.num_blocks = num_blocks
         self.block_size, self.medium = block_size, medium
         self._options: dict[str, Any] = {

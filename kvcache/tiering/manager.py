@@ -25,7 +25,7 @@ from kvcache.control.pool import BlockPool
 from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats, Part
-from kvcache.options import check_seconds
+from kvcache.options import parse_duration
 from kvcache.registry import POLICIES
 from kvcache.request import ReqContext, check_next_use
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
@@ -112,7 +112,7 @@ class TieredOffloadingManager(OffloadingManager):
         what_if: bool | int = False,
         **host_options: Any,
     ) -> None:
-        check_seconds("deadline_s", deadline_s)
+        deadline_s = parse_duration("deadline_s", deadline_s)
         self.guard = Guard()
         self._clock = clock
         self._deadline_s = deadline_s

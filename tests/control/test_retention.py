@@ -206,7 +206,7 @@ def test_shortest_ttl_expires_longest_holds(
     [
         *(
             ({"retention_share": bad}, r"must be a number in 0\.\.1")
-            for bad in (-0.1, 1.1, True, "0.5", None, float("nan"))
+            for bad in (-0.1, 1.1, True, "half", None, float("nan"))
         ),
         ({"clock": 5}, "clock must be callable, got 5"),
     ],

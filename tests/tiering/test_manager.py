@@ -444,7 +444,7 @@ def test_second_tier_is_asked_next():
 def test_bad_arguments_name_the_value():
     with pytest.raises(ValueError, match=r"tiers must be Tier or \(Tier, TierConfig\), got \('disk',"):
         TieredOffloadingManager(16, 3, ["disk"])
-    with pytest.raises(ValueError, match="deadline_s must be a number > 0, got 0"):
+    with pytest.raises(ValueError, match=r"deadline_s must be a number of seconds > 0 .*, got 0"):
         TieredOffloadingManager(16, 3, [], deadline_s=0)
     known = "write_through, write_back, write_through_selective"
     with pytest.raises(ValueError, match=f"write_policy must be one of {known}, got 'never'"):
