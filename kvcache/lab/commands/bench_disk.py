@@ -11,7 +11,7 @@ import typer
 
 from kvcache.cli import common
 from kvcache.lab.commands import options
-from kvcache.options import format_size, parse_size
+from kvcache.options import format_size
 
 
 def disk(
@@ -25,10 +25,7 @@ def disk(
     """Write blocks to a new disk tier and read them back, with checksums."""
     from kvcache.lab.bench.disk import measure_disk
 
-    num_bytes = parse_size("--block-bytes", block_bytes)
-    num_blocks = parse_size("--size", size) // num_bytes
-    if num_blocks < 1:
-        raise ValueError(f"--size must hold at least one block of {num_bytes} bytes, got {size!r}")
+    num_bytes, num_blocks = options.blocks_within(block_bytes, size)
     common.at_least("--threads", threads, 1)
     if not folder.is_dir():
         raise ValueError(f"folder must be one that exists, got {str(folder)!r}")

@@ -10,7 +10,6 @@ import typer
 
 from kvcache.cli import common
 from kvcache.lab.commands import options
-from kvcache.options import parse_size
 
 
 def read_entry(text: str, option: str) -> dict[str, Any]:
@@ -40,10 +39,7 @@ def tier(
     from kvcache.lab.bench.tier import measure_tier
 
     given = read_entry(entry, "the tier")
-    num_bytes = parse_size("--block-bytes", block_bytes)
-    num_blocks = parse_size("--size", size) // num_bytes
-    if num_blocks < 1:
-        raise ValueError(f"--size must hold at least one block of {num_bytes} bytes, got {size!r}")
+    num_bytes, num_blocks = options.blocks_within(block_bytes, size)
     common.at_least("--rounds", rounds, 1)
     # Check the target first: the store is measured for minutes.
     common.check_writable("--json", json)

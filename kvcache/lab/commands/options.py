@@ -139,6 +139,15 @@ def parse_capacities(blocks: str | None, memory: str | None, block_bytes: int, d
     return capacities
 
 
+def blocks_within(block_bytes: str, size: str) -> tuple[int, int]:
+    """Return the bytes of a block by `--block-bytes`, and the blocks of a measurement by `--size`."""
+    num_bytes = parse_size("--block-bytes", block_bytes)
+    num_blocks = parse_size("--size", size) // num_bytes
+    if num_blocks < 1:
+        raise ValueError(f"--size must hold at least one block of {num_bytes} bytes, got {size!r}")
+    return num_bytes, num_blocks
+
+
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
     """The file and the options `--block-size`, `--skip-bad`, `--users`, `--seed`, `--trusted` and `--time-unit`."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.assembly.models import COUNTED
 from kvcache.cli import common
+from kvcache.lab.simulate.cells import OPTIMUM
 from kvcache.lab.simulate.plan import NUM_SHARDS
 from kvcache.lab.simulate.targets import WRITES
 from kvcache.options import format_size
@@ -23,8 +24,6 @@ def print_result(
     console: Any, result: Result, unbounded: Cell, block_size: int, best: list[Cell] | None = None
 ) -> None:
     """Print the tables of a plan, and the best policies; or only the lines of the `best` cells."""
-    from kvcache.lab.simulate.cells import OPTIMUM
-
     _print_serving(console, result)
     if result.settings.groups is not None:
         counted = "capacities count slots of all groups, hits are blocks of full attention"
@@ -60,8 +59,6 @@ def best_policies(
     `size_name` names a capacity, and `stack_name` the tiers of a cell if the plan has tiers.
     The best policy has the shortest mean time to first token; if no model is given, the most hits.
     """
-    from kvcache.lab.simulate.cells import OPTIMUM
-
     places: dict[tuple[tuple[int, ...], int], list[Cell]] = {}
     for cell in cells:
         if cell.policy != OPTIMUM and cell.num_blocks is not None:
@@ -161,16 +158,12 @@ def _print_policies(console: Any, result: Result, unbounded: Cell, block_size: i
             return []
         return [format_size(num_blocks * block_bytes) if num_blocks else ""]
 
-    def rate(cell: Cell) -> str:
-        error = f" +-{200 * cell.block_hit_error:.2f}" if cell.block_hit_error is not None else ""
-        return f"{cell.block_hit_rate:.2%}{error}"
-
     views: list[tuple[str, Callable[[Cell], str]]] = [
         (
             f"{result.title}: blocks hit, of {unbounded.blocks:,} of {block_size} tokens",
             lambda cell: f"{cell.hit_blocks:,}",
         ),
-        ("share of blocks hit", rate),
+        ("share of blocks hit", _hit_rate),
     ]
     if any(cell.rejected_requests for cell in cells):
         views.append(
@@ -203,6 +196,11 @@ def _print_policies(console: Any, result: Result, unbounded: Cell, block_size: i
         console.print(plain_table(heads, lines[:-1], lines[-1]), crop=False)
 
 
+def _hit_rate(cell: Cell) -> str:
+    error = f" +-{200 * cell.block_hit_error:.2f}" if cell.block_hit_error is not None else ""
+    return f"{cell.block_hit_rate:.2%}{error}"
+
+
 def _ttft_pair(cell: Cell) -> str:
     serving = cell.serving or {}
     return f"{_time(serving['ttft_p50_s'])} / {_time(serving['ttft_p99_s'])}" if _ttft_s(cell) is not None else ""
@@ -229,12 +227,11 @@ def _print_tiers(console: Any, result: Result, unbounded: Cell, block_size: int,
         served = serving.get("media", [])
         where = (result.size_name(cell.num_blocks or 0), result.stack_name(cell), cell.policy)
         hits = [f"{medium['hit_blocks'] / max(1, cell.blocks):.2%}" for medium in served]
-        error = f" +-{200 * cell.block_hit_error:.2f}" if cell.block_hit_error is not None else ""
         lines.append(
             (
                 *where,
                 *(hits + [""] * len(media))[: len(media)],
-                f"{cell.block_hit_rate:.2%}{error}",
+                _hit_rate(cell),
                 f"{cell.rejected_requests:,}" if cell.rejected_requests else "",
                 _shown(serving.get("saved_prefill_share"), "{:.1%}"),
                 _time(serving.get("ttft_p50_s")),

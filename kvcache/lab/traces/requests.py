@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     Int64Array = npt.NDArray[np.int64]
 
 
+_MAX_TOKENS = 1 << 40
+"""Larger than any prompt."""
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 """The seconds of each unit of time."""
 
@@ -38,6 +41,13 @@ class TraceError(ValueError):
 
 class BadRecord(ValueError):
     """A line, record or session of a trace or log is invalid."""
+
+
+def tokens_of(value: object, name: str) -> int:
+    """Return a number of tokens from a record; sums of them fit into 64 bits."""
+    if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
+        raise BadRecord(f"{name} must be an int in 0..2**40, got {json.dumps(value)}")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

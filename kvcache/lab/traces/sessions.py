@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvcache.lab.traces.files import Opened, open_lines
-from kvcache.lab.traces.requests import BadRecord, Request, TraceError, TraceFile
+from kvcache.lab.traces.requests import BadRecord, Request, TraceError, TraceFile, tokens_of
 
 if TYPE_CHECKING:
     from kvcache.lab.traces.requests import Int64Array
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _SUFFIXES = tuple(f".{kind}{packed}" for kind in ("json", "jsonl") for packed in ("", ".gz", ".zst"))
 _STAGGER_S = 600.0
 _MAX_S = 1e9
-_MAX_TOKENS = 1 << 40
 
 
 class _Step(NamedTuple):
@@ -144,7 +143,7 @@ class SessionTrace(TraceFile):
         scope = record.get("hash_id_scope", "local")
         if scope not in ("local", "global"):
             raise BadRecord(f"hash_id_scope must be 'local' or 'global', got {scope!r}")
-        tools, system = (_tokens(record, name) if name in record else 0 for name in ("tool_tokens", "system_tokens"))
+        tools, system = (tokens_of(record.get(name, 0), name) for name in ("tool_tokens", "system_tokens"))
         ids_of = self._global if scope == "global" else {}
         num_shared = (tools + system) // block_size if scope == "local" else 0
         steps: list[_Step] = []
@@ -152,7 +151,7 @@ class SessionTrace(TraceFile):
             named = request.get("hash_ids")
             if not isinstance(named, list) or any(type(value) is not int for value in named):
                 raise BadRecord("hash_ids must be a list of ints")
-            input_length = _tokens(request, "in")
+            input_length = tokens_of(request.get("in"), "in")
             num_full, rest = divmod(input_length, block_size)
             if len(named) - num_full not in (0, rest > 0):
                 raise BadRecord(
@@ -170,7 +169,7 @@ class SessionTrace(TraceFile):
                     self._num_ids += found == self._num_ids
                     ids_of[value] = found
                 ids.append(found)
-            out = _tokens(request, "out") if "out" in request else 0
+            out = tokens_of(request.get("out", 0), "out")
             steps.append(_Step(request["at_s"], np.array(ids, dtype=np.int64), input_length, out))
         steps.sort(key=lambda step: step.at_s)
         self.block_size = block_size
@@ -234,10 +233,3 @@ def _flat(requests: list[Any], base_s: float) -> Iterator[dict[str, Any]]:
             yield from _flat(nested, base_s if begins and min(begins) >= at_s else base_s + at_s)
         if "hash_ids" in request or not isinstance(nested, list):
             yield {**request, "at_s": base_s + at_s}
-
-
-def _tokens(record: Mapping[str, Any], name: str) -> int:
-    value = record.get(name)
-    if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
-        raise BadRecord(f"{name} must be an int in 0..2**40, got {value!r}")
-    return value

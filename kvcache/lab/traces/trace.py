@@ -18,7 +18,7 @@ import numpy as np
 
 from kvcache.lab.traces.files import Opened, open_lines
 from kvcache.lab.traces.formats import describe, describe_text
-from kvcache.lab.traces.requests import TIME_UNITS, BadRecord, Request, TraceFile
+from kvcache.lab.traces.requests import TIME_UNITS, BadRecord, Request, TraceFile, tokens_of
 from kvcache.lab.traces.requests import TraceError as TraceError
 from kvcache.lab.traces.sessions import SessionTrace, is_session
 from kvcache.lab.traces.turns import seed_of
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARS = 60
 _PEEKED_BYTES = 1 << 14
-# Larger than any prompt or clock; sums fit into 64 bits.
-_MAX_TOKENS = 1 << 40
 _MAX_TIME = 10**18
 _SIZES = [1 << power for power in range(2, 14)]
 
@@ -250,10 +248,7 @@ def check_blocks(num_ids: int, num_tokens: int, block_size: int) -> None:
 
 
 def _length(record: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = _field(record, name) if default is None else record.get(name, default)
-    if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
-        raise BadRecord(f"{name} must be an int in 0..2**40, got {shown(value)}")
-    return value
+    return tokens_of(_field(record, name) if default is None else record.get(name, default), name)
 
 
 def _time(record: dict[str, Any]) -> float:
