@@ -254,7 +254,7 @@ class ManagerStats:
     )
     needed_blocks: int = counter(
         "blocks",
-        "Blocks of requests that the device did not hold: loaded, or computed and new to host memory.",
+        "Blocks of requests that the device did not hold: loaded, or computed and new to host memory, stored or not.",
         "rate(loaded_blocks) / rate(needed_blocks) is the share that was spared computing, over any window.",
         is_sized=True,
     )

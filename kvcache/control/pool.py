@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from kvcache.block import READY
+from kvcache.block import ABSENT, READY
 from kvcache.control.backend import Backend, CPUBackend
 from kvcache.control.generic_cache import GenericBlockCache
 from kvcache.control.pool_clock import PoolClock
@@ -40,6 +41,23 @@ Keys = Iterable[bytes]
 def _inner(path: str, doc: str) -> Any:
     """Return a property that reads an attribute of a part of its object."""
     return property(attrgetter(path), doc=doc)
+
+
+class _MissedBlocks:
+    """Counts absent blocks that requests offer. An engine offers those of a refused store again: they count once."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        # Blocks of refused stores that were counted, by request.
+        self._refused: WeakKeyDictionary[ReqContext, int] = WeakKeyDictionary()
+
+    def count(self, num_offered: int, req_context: ReqContext | None, is_refused: bool = False) -> None:
+        """Count the absent blocks of one store."""
+        num_counted = self._refused.get(req_context, 0) if req_context is not None and self._refused else 0
+        self.num_blocks += max(0, num_offered - num_counted)
+        if req_context is not None and (is_refused or num_counted):
+            num_left = max(num_offered, num_counted) if is_refused else num_counted - num_offered
+            self._refused[req_context] = max(0, num_left)
 
 
 class BlockPool:
@@ -126,7 +144,8 @@ class BlockPool:
             self.events = EventLog(block_size)
             self._cache.keep_events(self.events, medium)
         self.loaded_blocks = self.stored_blocks = self.evicted_blocks = 0
-        self.rejected_stores = self.failed_blocks = self._missed_blocks = 0
+        self.rejected_stores = self.failed_blocks = 0
+        self._missed = _MissedBlocks()
 
     def _make_cache(
         self, cache_policy: str | type, backend: Backend | None, group_windows: Sequence[int | None] | None
@@ -177,8 +196,8 @@ class BlockPool:
 
     @property
     def needed_blocks(self) -> int:
-        """Blocks of requests that were loaded, or offered for storing and absent. Refused stores do not count."""
-        return self.loaded_blocks + self._missed_blocks
+        """Blocks of requests that were loaded, or offered for storing and absent, stored or not."""
+        return self.loaded_blocks + self._missed.num_blocks
 
     def configuration(self) -> dict[str, Any]:
         """Return the configuration of a pool that gives the same answers, in JSON types.
@@ -386,14 +405,17 @@ class BlockPool:
         num_gated = self._cache.gated_blocks
         output = self._cache.reserve(keys, request_keys, admitted)
         if output is None:
-            self.rejected_stores += not is_move
+            if not is_move:
+                self.rejected_stores += 1
+                num_absent = self._cache.status(list(dict.fromkeys(keys))).count(ABSENT)
+                self._missed.count(num_absent, req_context, is_refused=True)
             return None
         num_evicted = len(output.evicted_keys)
         self.evicted_blocks += num_evicted
         if not is_move:
             # Present keys do not count as misses: an engine may offer blocks that it has just loaded.
             num_missed = len(output.keys_to_store) + self._cache.gated_blocks - num_gated
-            self._missed_blocks += num_missed
+            self._missed.count(num_missed, req_context)
         return output
 
     def reserve_leading(self, keys: list[bytes]) -> PrepareStoreOutput | None:

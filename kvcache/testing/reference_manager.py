@@ -58,6 +58,7 @@ class ReferenceManager(OffloadingManager):
         self.start_s: float | None = None
         self.counts: Counter[str] = Counter()
         self.requests = Requests()
+        self.refused: WeakKeyDictionary[ReqContext, int] = WeakKeyDictionary()
         self.reset_cache()
 
     def reset_cache(self, version: str | int | None = None) -> None:
@@ -143,19 +144,29 @@ class ReferenceManager(OffloadingManager):
         num_missing = max(0, len(to_store) - self._num_free())
         if num_missing > num_evictable:
             self.counts.update(rejected_stores=1)
+            self._count_needed(len(absent), req_context, is_refused=True)
             return None
 
         # Uses count before victims are selected: the policy adapts to them.
         self._count_uses(keys, req_context)
         victims = self._evict(num_missing, set(keys)) if num_missing else []
         assert victims is not None, "enough blocks could be evicted"
-        self.counts.update(gated_blocks=len(absent) - len(to_store), needed_blocks=len(absent))
+        self.counts.update(gated_blocks=len(absent) - len(to_store))
+        self._count_needed(len(absent), req_context)
         output = self._replace(victims, to_store)
         retention = self._retention_of(req_context)
         self.retained.priorities.update(dict.fromkeys(to_store, min(retention.priority_class, NORMAL)))
         if req_context is not None:
             self._retain(keys, retention)
         return output
+
+    def _count_needed(self, num_absent: int, req_context: ReqContext | None, is_refused: bool = False) -> None:
+        """Count absent blocks as needed. Those of a refused store that the request offers again count once."""
+        num_counted = 0 if req_context is None else self.refused.get(req_context, 0)
+        self.counts.update(needed_blocks=max(0, num_absent - num_counted))
+        if req_context is not None:
+            num_left = max(num_absent, num_counted) if is_refused else max(0, num_counted - num_absent)
+            self.refused[req_context] = num_left
 
     def _store_leading(
         self, keys: list[bytes], absent: list[bytes], to_store: list[bytes], req_context: ReqContext | None

@@ -192,5 +192,5 @@ def test_stats_count_blocks_and_calls(make: Make) -> None:
         rejected_stores=1,
         failed_blocks=1,
         gated_blocks=0,
-        needed_blocks=10,
+        needed_blocks=13,
     )

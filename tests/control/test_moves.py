@@ -54,8 +54,24 @@ def test_engines_calls_are_counted(policy: Any) -> None:
     manager.prepare_load([A, B])
     assert manager.prepare_store([C, D, E]) is None
     assert counts(manager) == {
-        "loaded_blocks": 2, "stored_blocks": 2, "failed_blocks": 1, "rejected_stores": 1, "needed_blocks": 5
+        "loaded_blocks": 2, "stored_blocks": 2, "failed_blocks": 1, "rejected_stores": 1, "needed_blocks": 8
     }  # fmt: skip
+
+
+def test_refused_blocks_count_once(policy: Any) -> None:
+    manager = CPUOffloadingManager(16, 2, policy)
+    store(manager, A, B)
+    manager.prepare_load([A, B])
+    context = ReqContext()
+    # vLLM offers the blocks of a refused store again, and those of the next step with them.
+    assert manager.prepare_store([C], context) is None
+    assert manager.prepare_store([C, D], context) is None
+    assert manager.needed_blocks == 6
+    manager.complete_load([A, B])
+    assert manager.prepare_store([C, D], context) is not None
+    assert manager.needed_blocks == 6
+    assert manager.prepare_store([E], context) is None
+    assert manager.needed_blocks == 7
 
 
 def test_reserve_leading_takes_fitting_prefix(policy: Any) -> None:

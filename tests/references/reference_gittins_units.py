@@ -185,6 +185,12 @@ class ReferenceUnits(ReferenceGittins):
             self.move_reply_end(request, keys)
             if not request.has_reply_end:
                 self.move_ends(request, keys, candidates)
+            if self.is_above_tier:
+                # A tier is never read for what host memory cannot hold at once.
+                most = max((end for end in request.ends if self.fits(request.path, end)), default=0)
+                most = most if len(request.path) + sum(self.windows.values()) > self.num_slots else len(request.path)
+                candidates = [key for key in candidates if self.index_in(request, key) < most]
+                absent = [key for key in absent if self.index_in(request, key) < most]
             self.store(request, candidates, absent, most_victims)
         self.pending.update(self.stored)
         self._trim()
@@ -289,6 +295,9 @@ class ReferenceUnits(ReferenceGittins):
                         new.setdefault(needed, (self.index_in(request, needed), unit))
                 unit += 1
         return [(key, *place) for key, place in new.items()]
+
+    def fits(self, path: list[bytes], end: int) -> bool:
+        return end + len(self.set_of(path, end)) <= self.num_slots
 
     def store(self, request: Serving, candidates: list[bytes], absent: list[bytes], most_victims: int) -> None:
         path = request.path
@@ -464,8 +473,10 @@ class ReferenceUnits(ReferenceGittins):
         if request.mode == "lru":
             return
         num_resident = next((i for i, key in enumerate(request.path) if key not in self.blocks), len(request.path))
-        if self.is_above_tier and num_resident < len(request.path) and (
-            request.path[num_resident] in self.in_share or num_resident < request.loaded
+        if (
+            self.is_above_tier
+            and num_resident < len(request.path)
+            and (request.path[num_resident] in self.in_share or num_resident < request.loaded)
         ):
             return
         last = request.path[num_resident - 1] if 0 < num_resident < len(request.path) else None

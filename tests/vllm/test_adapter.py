@@ -314,9 +314,9 @@ def test_get_stats_returns_declared_changes_only():
     adapter.prepare_load([b"a0"], context)
     assert adapter.prepare_store(keys_of("b", 2), context) is None
     sent = adapter.get_stats().reduce()
-    assert sent["vllm:kvcache_needed_tokens"] == 3 * adapter._manager.block_size
+    assert sent["vllm:kvcache_needed_tokens"] == 5 * adapter._manager.block_size
     assert {name: value for name, value in sent.items() if not name.endswith("_tokens")} == {
-        "vllm:kvcache_needed_blocks": 3,
+        "vllm:kvcache_needed_blocks": 5,
         "vllm:kvcache_loaded_blocks": 1,
         "vllm:kvcache_stored_blocks": 2,
         "vllm:kvcache_rejected_stores": 1,

@@ -86,6 +86,28 @@ def test_share_keeps_its_size(make, windows):
     assert len(engine.policy.passing) <= 2 + 12
 
 
+def test_small_memory_moves_only_loadable_blocks(make):
+    engine = make(SLIDING, 12)
+    # Ten blocks and a window of four are more than 12.
+    for seed in [*range(5), *range(5)]:
+        assert serve(engine, tokens(seed, 10)) == 0
+    tier = engine.manager._tiered.tier_stats()[0]
+    assert (engine.stats.stored_blocks, tier.written_blocks, tier.promoted_blocks) == (0, 0, 0)
+    assert (engine.stats.needed_blocks, engine.stats.rejected_stores) == (10 * 14, 0)
+    assert [serve(engine, tokens(seed, 6)) for seed in [*range(5), *range(5)]] == [0] * 5 + [6] * 5
+    # A longer prompt resumes behind the head that fits.
+    assert serve(engine, tokens(0, 6) + tokens(9, 6)) == 6
+
+
+def test_small_memory_of_lru_stores_head(make):
+    engine = make(SLIDING, 12, cache_policy="lru", step_tokens=256, retention_interval=None)
+    # vLLM offers windows at all blocks, so a prompt is resumed behind any of them.
+    assert [serve(engine, tokens(seed, 16)) for seed in [*range(5), *range(5)]] == [0] * 5 + [6] * 5
+    assert (engine.stats.stored_blocks, engine.stats.loaded_blocks) == (120, 50)
+    # Each batch was refused once, and its 32 blocks count as needed, or the ten that are loaded and 20 others.
+    assert (engine.stats.rejected_stores, engine.stats.needed_blocks) == (10, 5 * 32 + 5 * 30)
+
+
 @pytest.mark.parametrize("windows", [SLIDING, STATES, (3 * BLOCK_TOKENS, None, MAMBA)])
 def test_storm_over_tier_keeps_invariants(make, windows):
     engine = make(windows, 50, transfer_steps=3)

@@ -45,7 +45,13 @@ class EngineRequest(ReqContext):
     """
 
     __slots__ = (
-        "found_tokens", "has_ended", "may_load_below", "num_path_positions", "promoted", "transfers", "waits_until_s",
+        "found_tokens",
+        "has_ended",
+        "may_load_below",
+        "num_path_positions",
+        "promoted",
+        "transfers",
+        "waits_until_s",
     )
 
     def __init__(self, req_context: Any) -> None:
@@ -172,12 +178,35 @@ class KVCacheOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
         ours = self._used(req_context)
         output = self._manager.prepare_store(keys, ours)
+        if output is None and len(keys) > self._pool.num_blocks:
+            # vLLM would offer a batch that never fits at every step, and more keys each time.
+            output = self._prepare_head(keys, ours)
         if output is not None:
             ours.begin_transfer(output.keys_to_store, self._num_resets)
             self._manager.reorder(ours)
             if self.spec_type is not None:
                 output.store_spec = self._engine_spec(output.store_spec)
         return output
+
+    def _prepare_head(self, keys: Collection[bytes], ours: EngineRequest) -> PrepareStoreOutput | None:
+        """Reserve slots for the head of a batch that host memory cannot hold; None: later, other blocks are in use.
+
+        The head ends where every group of the batch has a block, as a prompt is not resumed elsewhere.
+        """
+        by_end: dict[int, list[bytes]] = {}
+        for key in keys:
+            by_end.setdefault(ours.get_offload_key_position(key) or 0, []).append(key)
+        most = max(map(len, by_end.values()))
+        head: list[bytes] = []
+        num_whole = 0
+        for end in sorted(by_end):
+            head += by_end[end]
+            if len(head) > self._pool.num_blocks:
+                break
+            if len(by_end[end]) == most:
+                num_whole = len(head)
+        chosen = set(head[:num_whole])
+        return self._manager.prepare_store([key for key in keys if key in chosen], ours)
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         ours = req_context.get_state(EngineRequest)

@@ -381,6 +381,8 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             self._move_reply_end(names, progress)
             if not progress.has_reply_end:
                 self._move_ends(names, progress, places, n)
+            if self.stores_all:
+                self._leave_out(names, progress, n)
             self._order_new_keys(names, progress, places, n)
             self.num_stored = self._make_room(names, progress, victims, num_victims)
             if self.stores_all:
@@ -463,6 +465,21 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                     self.candidates[count] = place
                     count += 1
         return count
+
+    cdef void _leave_out(self, RequestKeys names, const Progress* progress, Py_ssize_t n) noexcept nogil:
+        """Decline the keys behind the last end that fits in host memory with its set: a tier would never be read."""
+        cdef int64_t most = -1, position, tokens = names.uses[names.head - 1].position if names.head != 0 else 0
+        cdef Py_ssize_t i, num_slots = self.table.cache_capacity
+        cdef int end
+        if tokens <= 0 or names.largest_position // tokens + self.sets.size <= num_slots:
+            return
+        for end in range(progress.num_ends):
+            position = position_of(names, progress.ends[end])
+            if position // tokens + self.sets.read(names, progress.ends[end]) <= num_slots:
+                most = max(most, position)
+        for i in range(n):
+            if names.uses[self.candidates[i]].position > most:
+                names.uses[self.candidates[i]].is_taken = False
 
     cdef void _pass_on(
         self, RequestKeys names, Progress* progress, Py_ssize_t num_absent, int32_t* victims, Py_ssize_t* num_victims
