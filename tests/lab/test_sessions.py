@@ -103,7 +103,7 @@ def test_requests_are_not_taken_for_sessions(tmp_path):
         ),
         (session("a", [request(0.0, ["x"])]), "hash_ids must be a list of ints"),
         (session("a", [7]), "requests must be JSON objects"),
-        (session("a", [], tool_tokens="9"), "tool_tokens must be an int in 0..2\\*\\*40, got '9'"),
+        (session("a", [], tool_tokens="9"), 'tool_tokens must be an int in 0..2\\*\\*40, got "9"'),
     ],
 )
 def test_bad_session_is_named_or_skipped(tmp_path, document, message):

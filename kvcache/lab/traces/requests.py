@@ -46,7 +46,7 @@ class BadRecord(ValueError):
 def tokens_of(value: object, name: str) -> int:
     """Return a number of tokens from a record; sums of them fit into 64 bits."""
     if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
-        raise BadRecord(f"{name} must be an int in 0..2**40, got {json.dumps(value)}")
+        raise BadRecord(f"{name} must be an int in 0..2**40, got {json.dumps(value):.60}")
     return value
 
 
