@@ -9,6 +9,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from kvcache.assembly.log import set_up_log
+from kvcache.cli.terminal import printable
 from kvcache.registry import how_to_install
 
 if TYPE_CHECKING:
@@ -74,8 +76,6 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if error.name not in ("typer", "rich"):
             raise
         _fail(f"the command line needs {error.name}{how_to_install(error)}", _EXIT_FAILED)
-    from kvcache.assembly.log import set_up_log
-
     set_up_log()
     # A user's policy, "module:Class", may lie in the current folder. It comes last, so that files there do not replace
     # installed packages, in spawned processes either.
@@ -119,8 +119,6 @@ def _status_of(error: Exception) -> int | None:
 
 
 def _fail(message: str, status: int) -> NoReturn:
-    from kvcache.cli.terminal import printable
-
     print(f"kvcache: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     try:
         sys.stdout.flush()

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from kvcache.version import __version__
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -37,8 +39,6 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progre
 
 def _say_version(asked: bool) -> None:
     if asked:
-        from kvcache.version import __version__
-
         typer.echo(f"kvcache {__version__}")
         raise typer.Exit
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvcache.options import Options
+from kvcache.registry import CODECS, EXPORTERS, TIERS, did_you_mean
 
 
 def options(
@@ -15,8 +16,6 @@ def options(
     ] = None,
 ) -> None:
     """Print the options of a configuration as Markdown: value, default, and when to set each."""
-    from kvcache.registry import did_you_mean
-
     tables = option_tables()
     if part is not None and part not in tables:
         raise ValueError(f"unknown part {part!r}, known ones: {', '.join(tables)}{did_you_mean(part, tables)}")
@@ -29,7 +28,6 @@ def option_tables() -> dict[str, tuple[str, type[Options]]]:
     """Return a title and the options of each part of a configuration; a part whose package is missing is left out."""
     from kvcache.assembly.assemble import OffloadSettings
     from kvcache.assembly.spec import SpecOptions
-    from kvcache.registry import CODECS, EXPORTERS, TIERS
     from kvcache.tiering.controller import TierConfig
 
     tables: dict[str, tuple[str, type[Options]]] = {

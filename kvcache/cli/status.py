@@ -11,6 +11,7 @@ import typer
 from kvcache.cli import common
 from kvcache.cli.terminal import printable
 from kvcache.metrics import HistogramData
+from kvcache.options import format_size
 
 SocketOption = Annotated[
     Path | None,
@@ -71,8 +72,6 @@ def _is_node_engine(path: Path) -> bool:
 
 def _rows(path: Path, found: Any) -> tuple[list[str], list[list[str]]]:
     """Return lines about the engine, and the component, name and value of each figure of an answer."""
-    from kvcache.options import format_size
-
     try:
         rows = []
         for part in found["parts"]:

@@ -13,7 +13,7 @@ from kvcache.integrations.transformers.layout import KVLayout
 
 pytestmark = pytest.mark.slow
 
-SMALL = ["--users", "2", "--turns", "2", "--system-tokens", "32", "--message-tokens", "16", "--answer-tokens", "4"]
+SMALL = ["--users", "2", "--turns", "2", "--answer-tokens", "4"]
 NEEDED = (matplotlib, transformers, typer)
 
 
@@ -32,13 +32,13 @@ def test_demo_counts_tokens_and_plots(run, tmp_path):
     assert out.splitlines()[-1] == "All tokens are equal without and with the cache."
     assert plot.read_bytes().startswith(b"\x89PNG")
     document = json.loads(document_path.read_text())
-    # First turns: 48 tokens; the second user hits the system prompt's 32 tokens. Second turns: 68 tokens; of the 51
-    # with keys and values, three blocks are whole. The last block of a hit is computed again.
+    # First turns: 288 tokens; the second user hits the system prompt's 192 tokens. Second turns: 388 tokens; of the 291
+    # with keys and values, 18 blocks are whole. The last block of a hit is computed again.
     first, second = document["turns"]
-    assert (first["prompt_tokens"], first["computed_tokens"]) == (96, 48 + 32)
-    assert (second["prompt_tokens"], second["computed_tokens"]) == (136, 36 + 36)
-    assert (document["prompt_tokens"], document["computed_tokens"]) == (232, 152)
-    assert document["hit_rate"] == 1 - 152 / 232
+    assert (first["prompt_tokens"], first["computed_tokens"]) == (576, 288 + 112)
+    assert (second["prompt_tokens"], second["computed_tokens"]) == (776, 116 + 116)
+    assert (document["prompt_tokens"], document["computed_tokens"]) == (1352, 632)
+    assert document["hit_rate"] == 1 - 632 / 1352
     assert document["tokens_equal"] is True
 
 

@@ -12,12 +12,12 @@ import typer
 
 from kvcache.cli import common
 from kvcache.lab.commands import options
-from kvcache.options import format_size, parse_size
+from kvcache.options import format_size
 
 if TYPE_CHECKING:
     from kvcache.lab.demos.chats import Turn
 
-
+_MEMORY_BYTES = 64 << 20
 # A title states a time only as the median of at least this many turns.
 _LEAST_TURNS = 9
 
@@ -25,12 +25,8 @@ _LEAST_TURNS = 9
 def chat_demo(
     users: Annotated[int, typer.Option(help="Users who chat, in turn.")] = 4,
     turns: Annotated[int, typer.Option(help="Turns of each chat.")] = 5,
-    system_tokens: Annotated[int, typer.Option(help="Tokens of the system prompt that all chats share.")] = 192,
-    message_tokens: Annotated[int, typer.Option(help="Tokens of a user's message.")] = 96,
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 12,
-    memory: Annotated[str, typer.Option(help="Host memory for keys and values.", metavar="SIZE")] = "64MiB",
     policy: options.PolicyOption = "lru",
-    threads: Annotated[int, typer.Option(help="Threads that compute; one gives steady times on a busy machine.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of what is said.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="Save a plot of it as PNG.", metavar="FILE", show_default=False)
@@ -39,14 +35,7 @@ def chat_demo(
     quiet: common.QuietOption = False,
 ) -> None:
     """Chat with a small Llama, without kvcache and with it: time to first token and computed tokens."""
-    for option, value in (
-        ("--users", users),
-        ("--turns", turns),
-        ("--system-tokens", system_tokens),
-        ("--message-tokens", message_tokens),
-        ("--answer-tokens", answer_tokens),
-        ("--threads", threads),
-    ):
+    for option, value in (("--users", users), ("--turns", turns), ("--answer-tokens", answer_tokens)):
         common.at_least(option, value, 1)
     options.one_policy(policy)
     common.check_writable("--json", json)
@@ -60,10 +49,10 @@ def chat_demo(
     started = monotonic()
     console = common.console(json)
     common.at_least("--seed", seed, 0)
-    cache = PrefixCache(chats.build_model(seed, threads), memory=parse_size("--memory", memory), policy=policy)
+    cache = PrefixCache(chats.build_model(seed), memory=_MEMORY_BYTES, policy=policy)
     done: list[Turn] = []
     with common.Bar("chat", "turns", quiet, total=users * turns) as bar:
-        for turn in chats.run(cache, users, turns, system_tokens, message_tokens, answer_tokens, seed):
+        for turn in chats.run(cache, users, turns, answer_tokens, seed):
             # A wrong token ends the demo before its turn is counted.
             if not turn.equal:
                 raise common.CommandError(f"user {turn.user} got other tokens with the cache in turn {turn.turn}")

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging
 from kvcache.integrations.transformers import PrefixCache
 
 VOCAB_SIZE = 8192
+SYSTEM_TOKENS, MESSAGE_TOKENS = 192, 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,11 @@ class _FirstToken:
         pass
 
 
-def build_model(seed: int, num_threads: int) -> LlamaForCausalLM:
+def build_model(seed: int) -> LlamaForCausalLM:
     """Return a Llama of 8 layers with random weights; nothing is downloaded."""
     logging.set_verbosity_error()
-    torch.set_num_threads(num_threads)
+    # One thread gives steady times on a busy machine.
+    torch.set_num_threads(1)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=512,
@@ -73,15 +75,7 @@ def build_model(seed: int, num_threads: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def run(
-    cache: PrefixCache,
-    num_users: int,
-    num_turns: int,
-    system_tokens: int,
-    message_tokens: int,
-    answer_tokens: int,
-    seed: int,
-) -> Iterator[Turn]:
+def run(cache: PrefixCache, num_users: int, num_turns: int, answer_tokens: int, seed: int) -> Iterator[Turn]:
     """Run chats and yield each turn: first turns of all users, then second turns, and so on.
 
     All users share the system prompt; a message is random ids. The model of the (empty) cache answers.
@@ -91,13 +85,13 @@ def run(
     def tokens(count: int) -> torch.Tensor:
         return torch.randint(VOCAB_SIZE, (1, count), generator=draw)
 
-    system = tokens(system_tokens)
+    system = tokens(SYSTEM_TOKENS)
     histories = [system] * num_users
     # The first forward of a process is slower than later ones.
     cache.model.generate(system, attention_mask=torch.ones_like(system), max_new_tokens=2, do_sample=False)
     for turn in range(1, num_turns + 1):
         for user in range(num_users):
-            prompt = torch.cat([histories[user], tokens(message_tokens)], dim=1)
+            prompt = torch.cat([histories[user], tokens(MESSAGE_TOKENS)], dim=1)
             loaded_before = cache.stats().loaded_tokens
             runs = {}
             # The second run finds warmer processor caches, so the order alternates.
