@@ -94,7 +94,7 @@ class GenericBlockCache:
     def advance(self, elapsed_s: float, max_raised: int) -> None:
         if self._policy.reads_clock:
             # Round as the compiled cache does.
-            self._policy.now_ms = int(elapsed_s * 1e9 + 0.5) // 1_000_000  # type: ignore[attr-defined]
+            self._policy.now_ms = round(elapsed_s * 1e9) // 1_000_000  # type: ignore[attr-defined]
 
     @atomic
     def needs_time(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> bool:

@@ -9,6 +9,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Free
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
+from libc.math cimport llrint
 from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint8_t, uint32_t
 from libc.string cimport memmove, memset
 
@@ -178,8 +179,8 @@ cdef class BlockCache:
         cdef int64_t now_ns
         if not 0 <= elapsed_s < 4e9:
             raise ValueError(f"the clock must give finite seconds, {elapsed_s!r} have passed")
-        # Round, so that whole milliseconds stay whole milliseconds.
-        now_ns = <int64_t> (elapsed_s * 1e9 + 0.5)
+        # Round, so that whole milliseconds stay whole milliseconds. After 52 days, adding 0.5 would round up whole ns.
+        now_ns = llrint(elapsed_s * 1e9)
         with cython.critical_section(self.table):
             self.policy.now_ns = now_ns
             self.priorities.max_raised = max_raised

@@ -417,6 +417,17 @@ def test_store_takes_keys_of_earlier_use() -> None:
     assert manager.policy.num_remembered == 0
 
 
+@pytest.mark.parametrize("policy", ["gittins", ReferenceGittins])
+def test_clock_after_weeks_stays_exact(policy: Any) -> None:
+    now_s = 0.0
+    manager = CPUOffloadingManager(16, 4, policy, clock=lambda: now_s)
+    manager.touch([b"a"])
+    # An odd number of ns, at which doubles have no halves any more.
+    now_s = 5_018_027.143999999
+    manager.touch([b"a"])
+    assert manager.policy.now_ms == round(now_s * 1e9) // 1_000_000 == 5_018_027_143
+
+
 def test_clock_is_read_once_per_request() -> None:
     now_s = 10.0
     manager = CPUOffloadingManager(16, 4, "gittins", clock=lambda: now_s)
