@@ -50,10 +50,7 @@ class Registry:
     def register(self, name: str, path: str) -> None:
         """Make `path` (``"package.module:Class"``) known as `name`.
 
-        Raises
-        ------
-        ValueError
-            The name is taken by another path, or the path has no colon.
+        ValueError: the name is taken by another path, or the path has no colon.
         """
         if ":" not in path:
             raise ValueError(f"{self.kind} path must be 'package.module:Class', got {path!r}")
@@ -79,18 +76,10 @@ class Registry:
         return self.name_of(choice) or f"{choice.__module__}:{choice.__qualname__}"
 
     def resolve(self, choice: Any) -> type[Any]:
-        """Return the class that `choice` names.
+        """Return the class that `choice` is or names: by a known name or ``"package.module:Class"``.
 
-        Parameters
-        ----------
-        choice : str or type
-            A known name, ``"package.module:Class"``, or the class itself.
-
-        Raises
-        ------
-        ValueError
-            The name is unknown (the message lists the known ones), the path does not lead to a class, or the class is
-            of another kind.
+        ValueError: the name is unknown (the message lists the known ones), the path does not lead to a class, or the
+        class is of another kind.
         """
         resolved = choice if isinstance(choice, type) else self._find(choice)
         module_name, _, name = self._base.partition(":")

@@ -74,13 +74,7 @@ def block_ids_of(spec: LoadStoreSpec) -> Int64Array:
 
 
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Blocks of the pool in host memory.
-
-    Parameters
-    ----------
-    block_ids : array_like of int
-        Slots of the pool; kept as an int64 array, shape (n,).
-    """
+    """Blocks of the pool in host memory; `block_ids` are its slots, kept as an int64 array, shape (n,)."""
 
     __slots__ = ()
 
@@ -140,14 +134,9 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 @dataclass(slots=True)
 class CanonicalKVCacheTensor:
-    """One tensor of an engine's KV cache, seen as bytes.
+    """One tensor of an engine's KV cache, seen as bytes: int8, shape (num_blocks, page_size_bytes); any row stride.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        int8, shape (num_blocks, page_size_bytes); any row stride.
-    page_size_bytes : int
-        Bytes of one block in this tensor, padding included.
+    `page_size_bytes` are the bytes of one block in the `tensor`, padding included.
     """
 
     tensor: torch.Tensor
@@ -156,14 +145,9 @@ class CanonicalKVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheRef:
-    """Where one layer's data of a block lies: the tensor, and how many bytes (padding excluded) to copy.
+    """Where one layer's data of a block lies.
 
-    Parameters
-    ----------
-    tensor_idx : int
-        Index into `CanonicalKVCaches.tensors`.
-    page_size_bytes : int
-        Bytes to copy, padding excluded.
+    `tensor_idx` is an index into `CanonicalKVCaches.tensors`, and `page_size_bytes` the bytes to copy, without padding.
     """
 
     tensor_idx: int
@@ -172,15 +156,7 @@ class CanonicalKVCacheRef:
 
 @dataclass(slots=True)
 class CanonicalKVCaches:
-    """An engine's KV cache: its tensors, and for each KV-cache group the refs of its layers.
-
-    Parameters
-    ----------
-    tensors : list of CanonicalKVCacheTensor
-        The cache's tensors.
-    group_data_refs : list of list of CanonicalKVCacheRef
-        For each KV-cache group, the refs of its layers.
-    """
+    """An engine's KV cache: its `tensors`, and per KV-cache group the refs of its layers, `group_data_refs`."""
 
     tensors: list[CanonicalKVCacheTensor]
     group_data_refs: list[list[CanonicalKVCacheRef]]
@@ -188,16 +164,9 @@ class CanonicalKVCaches:
 
 @dataclass(slots=True)
 class PrepareStoreOutput:
-    """What `prepare_store` decided.
+    """What `prepare_store` decided: the keys to write, in the order offered, and where, in the same order.
 
-    Parameters
-    ----------
-    keys_to_store : list of bytes
-        The keys to write, in the order offered.
-    store_spec : LoadStoreSpec
-        Where to write them, in the same order.
-    evicted_keys : list of bytes
-        The keys that made room, oldest first.
+    The blocks of `keys_to_store` go to `store_spec`. The `evicted_keys` made room, oldest first.
     """
 
     keys_to_store: list[bytes]
@@ -217,20 +186,10 @@ class PrepareStoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """The end of one transfer.
+    """The end of the transfer `job_id`; `success`: every byte arrived.
 
-    Parameters
-    ----------
-    job_id : int
-        As given to `transfer_async`.
-    success : bool
-        Whether every byte arrived.
-    transfer_size : int
-        Bytes moved.
-    transfer_time : float
-        Seconds from the start of the copy to its end.
-    transfer_type : tuple of (str, str)
-        Source and destination medium.
+    `transfer_size` are the moved bytes, `transfer_time` the seconds from the start of the copy to its end, and
+    `transfer_type` the source and the destination medium.
     """
 
     job_id: int

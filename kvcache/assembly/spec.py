@@ -199,12 +199,8 @@ class OffloadingSpec(ABC):
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerOf]:
         """Yield the worker's handlers for its `kv_caches`, as `OffloadingWorker.register_handler` takes them.
 
-        Each comes behind the types of the source and the destination of its jobs.
-
-        Raises
-        ------
-        ValueError
-            The KV cache does not fit the configuration.
+        Each comes behind the types of the source and the destination of its jobs. ValueError: the KV cache does not fit
+        the configuration.
         """
 
     def _factor(self, size: int | None) -> int:

@@ -67,10 +67,7 @@ class OffloadingManager(ABC):
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
         """Take a reference on each block, until `complete_load`, and return the blocks' locations, in key order.
 
-        Raises
-        ------
-        KeyError, BlockStateError
-            A key is unknown, or its block is not ready. No reference is taken.
+        KeyError or BlockStateError: a key is unknown, or its block is not ready. No reference is taken.
         """
 
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
@@ -79,21 +76,12 @@ class OffloadingManager(ABC):
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
         """Release the references that `prepare_load` took.
 
-        Raises
-        ------
-        KeyError, BlockStateError
-            A key is unknown, or has fewer references than the call releases. Nothing changes.
+        KeyError or BlockStateError: a key is unknown, or has fewer references than the call releases. Nothing changes.
         """
 
     @abstractmethod
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        """Reserve slots for the absent keys, and return where to write them.
-
-        Returns
-        -------
-        PrepareStoreOutput or None
-            None if the blocks do not fit. Then nothing changes.
-        """
+        """Reserve slots for the absent keys, and return where to write them; None and no change if they do not fit."""
 
     def complete_store(  # noqa: B027
         self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True
@@ -154,8 +142,7 @@ class OffloadingManager(ABC):
         version : str or int, optional
             Names the weights that later blocks are computed with, as the number of an update. Engines that are reset to
             one version share blocks through stores and pools again, and a start with this `weights_version` finds its
-            blocks on disk. None: the name of `name_next_version`, or else
-            these blocks belong to this process alone.
+            blocks on disk. None: the name of `name_next_version`, or else these blocks belong to this process alone.
 
         Raises
         ------
@@ -167,31 +154,15 @@ class OffloadingManager(ABC):
     def name_next_version(self, version: str | int | None) -> None:
         """Name the weights in force after the next reset, for engines whose reset has no version; from any thread.
 
-        Parameters
-        ----------
-        version : str, int or None
-            The name; a later one replaces it. The next reset uses it up, also a reset that has a version of its own.
-            None: the name is withdrawn, for an update that failed.
-
-        Raises
-        ------
-        ValueError
-            `version` is empty, or of another type. Nothing changes.
+        A later `version` replaces the name. The next reset uses it up, also a reset that has a version of its own.
+        None withdraws the name, for an update that failed. ValueError: `version` is empty, or of another type.
         """
         self._next_version = None if version is None else check_version(version)
 
     def version_of_reset(self, version: str | int | None) -> str | int | None:
-        """Return the version for a reset that begins now, and forget the name set by `name_next_version`.
+        """Return the version of a reset that begins now: `version`, or else the name set by `name_next_version`.
 
-        Parameters
-        ----------
-        version : str, int or None
-            That of the reset itself.
-
-        Returns
-        -------
-        str, int or None
-            `version`, or else the name.
+        That name is forgotten.
         """
         if version is not None:
             check_version(version)

@@ -149,14 +149,9 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def insert(self, key: bytes, block: BlockStatus) -> None:
-        """Insert a block at the most-recent end.
+        """Insert `block` at the most-recent end; `key` is not in the cache.
 
-        Parameters
-        ----------
-        key : bytes
-            A key that is not in the cache.
-        block : BlockStatus
-            The block to keep. Its `ref_cnt` changes while it is in the cache.
+        The `ref_cnt` of the block changes while it is in the cache.
         """
 
     @abstractmethod

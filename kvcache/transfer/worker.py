@@ -63,10 +63,7 @@ class OffloadingWorker:
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a job on the handler of its media; see `OffloadingHandler.transfer_async`.
 
-        Raises
-        ------
-        ValueError
-            No handler moves blocks between these media, or the handler refuses the job.
+        ValueError: no handler moves blocks between these media, or the handler refuses the job.
         """
         source, destination = checked_pair(spec)
         kind = (source.medium(), destination.medium())
