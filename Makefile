@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: force help dev build stress demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-vllm-next test-sglang test-lmcache peers peers-vllm peers-lmcache release clean
+.PHONY: force help dev build stress demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-vllm-next test-sglang test-lmcache peers peers-vllm peers-lmcache peers-sglang release clean
 
 VENV := .venv
 comma := ,
@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 PYTEST_ARGS ?=
 VLLM ?= 0.33.0
+SGLANG ?= 0.5.23
 PYTEST := $(CURDIR)/$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations=10 $(PYTEST_ARGS)
 # What a second build (debug, sanitized, another Python) runs: slow tests and more examples find no more on it.
 export ONCE := -m 'not slow' --hypothesis-profile=few --ignore-glob=tests/vllm --ignore-glob=tests/sglang --ignore-glob=tests/lmcache --ignore-glob=tests/device
@@ -33,7 +34,7 @@ help:
 	@echo "make dev     .venv with the test tools, and a build in place; runs no tests"
 	@echo "make build   build in place for development; after a change of one .pyx it takes seconds"
 	@echo "make stress  run the attacks of tests/stress (KVCACHE_STRESS=10: ten times as long)"
-	@echo "Others: lint typecheck docs asv-site asv-history docs-alone bench-smoke test-rest test-device test-debug test-asan test-extras sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-vllm-next peers clean"
+	@echo "Others: lint typecheck docs asv-site asv-history docs-alone bench-smoke test-rest test-device test-debug test-asan test-extras sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-vllm-next test-sglang test-lmcache peers clean"
 	@echo "By hand: tsan"
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -220,14 +221,17 @@ test-lmcache: build/wheel/stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/lmcache/run $(PYTEST_ARGS)
 
 # The engines' own tests with ours in the place of their parts, each after its engine's stage, whose environment it uses. CI runs
-# one release of vLLM; `make peers VLLM=0.34.0` shows what another release breaks.
-peers: peers-vllm peers-lmcache
+# one release of each; `make -k peers VLLM=0.34.0 SGLANG=0.5.24` shows what other releases break.
+peers: peers-vllm peers-lmcache peers-sglang
 
 peers-vllm: build/wheel/stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" VLLM_RELEASE=$(VLLM) tests/vllm/run peers $(PYTEST_ARGS)
 
 peers-lmcache: build/wheel/stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/lmcache/run peers $(PYTEST_ARGS)
+
+peers-sglang: build/wheel/stamp
+	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" SGLANG_RELEASE=$(SGLANG) tests/sglang/run peers $(PYTEST_ARGS)
 
 clean:
 	@rm -rf build dist .venv .venv-* *.egg-info docs/_build docs/api/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis
