@@ -14,15 +14,7 @@ from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec
 
 
 class Backend(ABC):
-    """Allocate blocks on one medium.
-
-    Parameters
-    ----------
-    block_size : int
-        Tokens of one block, >= 1.
-    medium : str
-        The medium's name, as in its `LoadStoreSpec`.
-    """
+    """Allocate blocks of `block_size` tokens on one `medium`, whose name is that of its `LoadStoreSpec`."""
 
     def __init__(self, block_size: int, medium: str) -> None:
         self.block_size = check_int("block_size", block_size)
@@ -49,17 +41,8 @@ class Backend(ABC):
 
 
 class CPUBackend(Backend):
-    """Slots of a pool in host memory.
+    """A pool of `num_blocks` slots in host memory, for blocks of `block_size` tokens.
 
-    Parameters
-    ----------
-    block_size : int
-        Tokens of one block, >= 1.
-    num_blocks : int
-        Slots, >= 1.
-
-    Notes
-    -----
     Fresh ids 0, 1, 2, ... are used first. After that, the slot freed last is reused first.
     """
 

@@ -65,10 +65,7 @@ cdef class BlockCache:
 
     The cache of a manager's pool under a compiled policy. `kvcache.policies.base.BlockCacheOps` has the contract.
 
-    Raises
-    ------
-    BlockStateError
-        The policy is already in use.
+    BlockStateError: the policy is already in use.
     """
 
     cdef ReplacementPolicy policy

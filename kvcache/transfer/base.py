@@ -20,19 +20,10 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a job and return before it ends.
+        """Start a job and return before it ends; return whether `get_finished` will return it: False if it is refused.
 
-        Parameters
-        ----------
-        job_id : int
-            Identifies the job until `get_finished` has returned it.
-        spec : tuple of (LoadStoreSpec, LoadStoreSpec)
-            Source and destination; may be reused as soon as the call returns.
-
-        Returns
-        -------
-        bool
-            True: `get_finished` will return the job. False: the handler refuses the job.
+        `job_id` identifies the job until then. `spec` is the source and the destination, which may be reused as soon as
+        the call returns.
 
         Raises
         ------
