@@ -258,6 +258,7 @@ def test_check_l2_adapter_of_lmcache(tmp_path, changes, params, message):
         ({"tp_lcm_size": "x"}, "tp_lcm_size in SGLang's storage backend must be a whole number, as SGLang reads it"),
         ({"prefetch_timeout_base": "1s"}, "must be a number of seconds, as SGLang reads it, got '1s'"),
         ({"hicache_storage_pass_prefix_keys": 1}, "must be a bool, got 1"),
+        ({"allocator": "shm", "file_storage_path": "/a"}, ""),
         ({"capacity": "900PiB"}, "are needed below"),
     ],
 )

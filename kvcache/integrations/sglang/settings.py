@@ -75,6 +75,8 @@ class EngineKeys(Options):
     prefetch_timeout_per_ki_token: float | None = option(_parse_seconds, None, when="a prefetch may take longer")
     hicache_storage_pass_prefix_keys: bool = option(parse_flag, False, when="uses should be counted exactly")
     tp_lcm_size: int | None = option(_parse_tokens, None, when="engines of several tensor-parallel sizes share")
+    allocator: str | None = option(parse_text, None, when="host pools should be in `/dev/shm`: `shm`")
+    file_storage_path: str | None = option(parse_text, None, when="never: SGLang adds its `--file-storage-path`")
 
 
 @dataclass(frozen=True)
