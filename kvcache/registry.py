@@ -24,16 +24,9 @@ def _entry_points(group: str) -> EntryPoints:
 class Registry:
     """A mapping from names to classes that are imported when they are first asked for.
 
-    Parameters
-    ----------
-    kind : str
-        What the classes are, for error messages: ``"policy"``.
-    group : str
-        Entry-point group that third parties register theirs in: ``"kvcache.policies"``.
-    builtin : dict of str to str
-        Name to ``"package.module:Class"``.
-    base : str
-        The path of a class that every choice must be a subclass of.
+    `builtin` maps names to ``"package.module:Class"``, and third parties register theirs in the entry-point `group`,
+    such as ``"kvcache.policies"``. `kind` is what errors call the classes: ``"policy"``. Every choice must be a
+    subclass of the class with the path `base`.
     """
 
     def __init__(self, kind: str, group: str, builtin: dict[str, str], base: str = "builtins:object") -> None:

@@ -33,16 +33,10 @@ _ALIGN_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class OffloadingGroup:
-    """One KV-cache group: layers whose blocks share block ids.
+    """One KV-cache group: the layers `layer_names`, whose blocks share block ids.
 
-    Parameters
-    ----------
-    block_size : int
-        Tokens of one device block on one rank, >= 1.
-    layer_names : tuple of str
-        The layers.
-    refs : tuple of CanonicalKVCacheRef, optional
-        Where a worker's layers lie; needed if the pool's size is given in bytes.
+    A device block has `block_size` tokens on one rank. `refs` are where a worker's layers lie; they are needed if the
+    pool's size is given in bytes.
     """
 
     block_size: int
@@ -318,17 +312,9 @@ class CPUOffloadingSpec(OffloadingSpec):
 class TieringOffloadingSpec(CPUOffloadingSpec):
     """Offload to host memory, and from there to tiers below it.
 
-    Parameters
-    ----------
-    config : OffloadingConfig
-        Its `extra_config` lists the ``tiers`` (see `kvcache.assembly.assemble.parse_tier`), and may set the
-        options of tiers of `kvcache.assembly.assemble.OffloadSettings`. Every group needs its refs, because they hold
-        the size of a block. The rest is as for `CPUOffloadingSpec`.
-
-    Raises
-    ------
-    ValueError
-        See `CPUOffloadingSpec`; or a tier's options are invalid.
+    The `extra_config` of `config` lists the ``tiers`` (see `kvcache.assembly.assemble.parse_tier`), and may set the
+    options of tiers of `kvcache.assembly.assemble.OffloadSettings`. Every group needs its refs, because they hold the
+    size of a block. The rest is as for `CPUOffloadingSpec`. ValueError, besides: a tier's options are invalid.
     """
 
     option_names = OffloadingSpec.option_names | OffloadSettings.declared().keys()

@@ -47,20 +47,9 @@ class OffloadingManager(ABC):
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
         """Return whether one key is offloaded and ready, or how many leading keys of a list or tuple are.
 
-        Parameters
-        ----------
-        keys : bytes, or list or tuple of bytes
-            One key, or a request's keys in prefix order.
-        req_context : ReqContext, optional
-            The request.
-        key
-            Keyword for one key, as engines name it, in place of `keys`. The managers of this package accept it.
-
-        Returns
-        -------
-        bool, int or None
-            For one key, True or False. For several keys, the length of the longest ready prefix. None means "ask again
-            later": a lower tier has not answered yet. A manager without tiers never returns None.
+        `keys` is one key, or a request's keys in prefix order. The managers of this package also accept one key as
+        ``key=``, as engines name it. None means "ask again later": a lower tier has not answered yet. A manager without
+        tiers never returns None.
         """
 
     @abstractmethod
@@ -110,25 +99,12 @@ class OffloadingManager(ABC):
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:  # noqa: B027
         """Set when blocks will be used next. For a request's blocks, this also works after the request has ended.
 
-        The default does nothing: a hint is soft.
+        `request_or_keys` is a running or ended request, for all keys that it has used, or keys in prefix order. Unknown
+        keys are ignored. `next_use` is ``"end"`` (never), ``"soon"`` (within a minute) or ``"later"``; ValueError, and
+        no change, for another value.
 
-        Parameters
-        ----------
-        request_or_keys : ReqContext or iterable of bytes
-            A running or ended request, for all keys that it has used, or keys in prefix order. Unknown keys are
-            ignored.
-        next_use : str
-            ``"end"`` (never), ``"soon"`` (within a minute) or ``"later"``.
-
-        Raises
-        ------
-        ValueError
-            `next_use` is not one of the three values. Nothing changes.
-
-        Notes
-        -----
         The hint also covers later uses of a running request, and replaces earlier hints. Blocks of priority 2 or 3 keep
-        their priority.
+        their priority. The default does nothing: a hint is soft.
         """
 
     def on_schedule_end(self) -> None:  # noqa: B027
@@ -137,17 +113,11 @@ class OffloadingManager(ABC):
     def reset_cache(self, version: str | int | None = None) -> None:
         """Forget everything. Before, the caller must drain or drop older jobs.
 
-        Parameters
-        ----------
-        version : str or int, optional
-            Names the weights that later blocks are computed with, as the number of an update. Engines that are reset to
-            one version share blocks through stores and pools again, and a start with this `weights_version` finds its
-            blocks on disk. None: the name of `name_next_version`, or else these blocks belong to this process alone.
+        `version` names the weights that later blocks are computed with, as the number of an update. Engines that are
+        reset to one version share blocks through stores and pools again, and a start with this `weights_version` finds
+        its blocks on disk. None: the name of `name_next_version`, or else these blocks belong to this process alone.
 
-        Raises
-        ------
-        NotImplementedError
-            This manager cannot be reset. Otherwise, stale blocks would count as forgotten.
+        NotImplementedError: this manager cannot be reset. Otherwise, stale blocks would count as forgotten.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be reset")
 

@@ -109,20 +109,8 @@ class RequestUses:
 
 
 class CachePolicy(ABC):
-    """Decide which blocks to evict when room is needed.
+    """Decide which blocks to evict when a cache of `cache_capacity` blocks needs room.
 
-    Parameters
-    ----------
-    cache_capacity : int
-        Capacity of the cache in blocks, >= 1.
-
-    Raises
-    ------
-    ValueError
-        The capacity is not a positive int.
-
-    Notes
-    -----
     A policy that implements `get`, `insert`, `remove`, `touch` and `evict` runs under every manager. The other methods
     have defaults. A policy keeps the `BlockStatus` objects that it is given. Their `ref_cnt` changes meanwhile, and
     `evict` must skip a block whose `ref_cnt` is not 0.

@@ -74,17 +74,7 @@ class Decision:
 class LoadArbiter:
     """Decide which part of a prefix to load.
 
-    Parameters
-    ----------
-    prefill_tokens_per_s : float or mapping of int to float, optional
-        As for `PrefillRate`.
-
-    Attributes
-    ----------
-    prefill : PrefillRate
-        The prefill rate.
-    decisions : deque of Decision
-        The last 256 decisions.
+    `prefill_tokens_per_s` is that of `prefill`, a `PrefillRate`. `decisions` are the last 256.
     """
 
     def __init__(self, prefill_tokens_per_s: float | Mapping[int, float] | None = None) -> None:

@@ -25,10 +25,7 @@ class OffloadingHandler(ABC):
         `job_id` identifies the job until then. `spec` is the source and the destination, which may be reused as soon as
         the call returns.
 
-        Raises
-        ------
-        ValueError
-            The specs do not fit the geometry or each other, or the id is in use; no byte has moved.
+        ValueError: the specs do not fit the geometry or each other, or the id is in use; no byte has moved.
         """
 
     @abstractmethod

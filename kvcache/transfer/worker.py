@@ -36,8 +36,6 @@ class _Tally:
 class OffloadingWorker:
     """Route jobs to handlers by source and destination medium.
 
-    Notes
-    -----
     The exception of a handler is logged; it affects neither the engine's thread nor the jobs of other handlers. Its own
     jobs stay in flight until it reports them, because their memory may still be in use.
     """
