@@ -8,14 +8,20 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from kvcache.cli import common
+from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.lab.simulate.run import Replay, ReplayClock
+from kvcache.lab.traces.keys import KeyMaker, split_block_size
+from kvcache.lab.traces.requests import ReplayError
 from kvcache.options import format_size
 from kvcache.registry import POLICIES
+from kvcache.transfer.free_memory import check_memory
 
 if TYPE_CHECKING:
     from kvcache.assembly.models import Model
     from kvcache.control.curve import WhatIf
-    from kvcache.lab.simulate.run import Replay
     from kvcache.lab.simulate.tiered import DiskChoice
     from kvcache.lab.traces.chats import ChatWorkload
     from kvcache.lab.traces.compact import CompactTrace
@@ -55,11 +61,6 @@ def run(
     `progressed` returns the share of the work that is done after so many requests; `facts`, called at the end, returns
     the JSON's description of the source.
     """
-    from kvcache.control.cpu import CPUOffloadingManager
-    from kvcache.lab.simulate.run import Replay, ReplayClock
-    from kvcache.lab.traces.keys import KeyMaker, split_block_size
-    from kvcache.lab.traces.requests import ReplayError
-
     block_size = split_block_size(source.block_size, settings.split)
     make_keys = KeyMaker(settings.split)
     POLICIES.resolve(settings.policy)
@@ -155,8 +156,6 @@ def _beside(counted: dict[str, Any], what_if: WhatIf, settings: Settings) -> str
 
 
 def _check_memory(settings: Settings) -> None:
-    from kvcache.transfer.free_memory import check_memory
-
     try:
         check_memory(settings.num_blocks * settings.block_bytes)
     except ValueError as error:
@@ -183,8 +182,6 @@ def _drive(
 
 
 def _table(document: dict[str, Any], settings: Settings) -> Any:
-    from rich.table import Table
-
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
 from kvcache.lab.report.plan_tables import advice_line, print_result
+from kvcache.lab.report.plot import PLOT_SUFFIXES, Chart, check_plot_target, draw
 from kvcache.lab.simulate.targets import recommend
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ class Targets:
     @classmethod
     def read(cls, json: str | None, save: list[str] | None, checkpoint: str | None, source: Path) -> Targets:
         """Return the targets of ``--json`` and ``--save``; ValueError if one cannot be written or is `source`."""
-        from kvcache.lab.report.plot import PLOT_SUFFIXES, check_plot_target
-
         found = cls(json, [], [], checkpoint)
         for target in save or ():
             common.check_writable("--save", target, source)
@@ -131,8 +130,6 @@ def _facts(cell: Cell, result: Result) -> dict[str, Any]:
 
 
 def _draw(result: Result, unbounded: Cell, block_size: int, target: str) -> None:
-    from kvcache.lab.report.plot import Chart, draw
-
     compact, model, settings = result.compact, result.model, result.settings
     num_blocks = compact.num_blocks * settings.split
     footnote = f"{result.title}: {len(compact):,} requests, {num_blocks:,} blocks of {block_size} tokens"

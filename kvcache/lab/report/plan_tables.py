@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
 from kvcache.assembly.models import COUNTED
 from kvcache.cli import common
 from kvcache.lab.simulate.cells import OPTIMUM
@@ -286,9 +289,6 @@ def _used_columns(
 
 def plain_table(heads: tuple[str, ...], lines: list[tuple[str, ...]], last: tuple[str, ...] | None = None) -> Any:
     """Return a table of figures that are never folded; `last` is set off from the other lines."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name, *values in zip(heads, *lines, *([last] if last else []), strict=True):
         # A long name is folded; a figure never is.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
+from kvcache.lab.rerun.promises import Promises
 from kvcache.recorder.format import Answer, Events, Raised, Stored
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 def watched(bar: common.Bar, runner: Runner) -> Callable[[Call, Answer], str]:
     """Return a function that checks the promises of each call and shows the progress."""
-    from kvcache.lab.rerun.promises import Promises
-
     inspect = Promises(runner)
 
     def look(call: Call, answer: Answer) -> str:

@@ -11,16 +11,20 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
+from kvcache.lab.simulate.cells import OPTIMUM, Cell, Job, Plan
+from kvcache.lab.simulate.checkpoint import Checkpoint
 from kvcache.lab.simulate.choices import NO_LIMIT
+from kvcache.lab.simulate.grid import Grid, check_policies, run_grid
+from kvcache.lab.simulate.reading import doubts, read_trace
+from kvcache.lab.simulate.serving import Medium, Serving, engines_for, weigh_nothing
+from kvcache.lab.traces.requests import ReplayError
 from kvcache.options import format_size
+from kvcache.transfer.free_memory import memory_left
 
 if TYPE_CHECKING:
     from kvcache.assembly.models import Model
-    from kvcache.lab.simulate.cells import Cell, Job, Plan
     from kvcache.lab.simulate.choices import ServingChoice, TierChoice
-    from kvcache.lab.simulate.grid import Grid
     from kvcache.lab.simulate.groups import Groups
-    from kvcache.lab.simulate.serving import Serving
     from kvcache.lab.traces.compact import CompactTrace
     from kvcache.lab.traces.requests import TraceFile
 
@@ -91,11 +95,6 @@ class Result:
 
 def run(trace: TraceFile, settings: Settings, model: Model | None) -> Result:
     """Simulate the grid; after Ctrl-C the result holds the cells that have finished."""
-    from kvcache.lab.simulate.cells import OPTIMUM, Job, Plan
-    from kvcache.lab.simulate.checkpoint import Checkpoint
-    from kvcache.lab.simulate.grid import Grid, check_policies
-    from kvcache.lab.simulate.reading import doubts, read_trace
-
     check_policies(settings.policies)
     num_shards = 1 if settings.sample == 1 else NUM_SHARDS
     started = monotonic()
@@ -147,10 +146,6 @@ def _simulate(
     bar: common.Bar,
 ) -> bool:
     """Replay the cells that `found` lacks, `total` in all, into it; return False if Ctrl-C stopped it."""
-    from kvcache.lab.simulate.cells import Job
-    from kvcache.lab.simulate.grid import run_grid
-    from kvcache.lab.traces.requests import ReplayError
-
     before = len(found)
 
     def progressed(share: float) -> None:
@@ -182,8 +177,6 @@ def _simulate(
 
 def usable_bytes() -> int | None:
     """Return most of the memory that is free, or None where the system does not say."""
-    from kvcache.transfer.free_memory import memory_left
-
     left = memory_left()
     return None if left is None else int(left[0] * _MEMORY_SHARE)
 
@@ -191,8 +184,6 @@ def usable_bytes() -> int | None:
 def _serving(settings: Settings, model: Model | None, compact: CompactTrace) -> Serving | None:
     if settings.block_bytes is None:
         return None
-    from kvcache.lab.simulate.serving import Medium, Serving, engines_for
-
     rates = [settings.serving.link_bytes_per_s, *(tier.bytes_per_s for tier in settings.tiers)]
     names = ["memory", *(tier.name for tier in settings.tiers)]
     media = tuple(map(Medium, names, rates, settings.serving.prices))
@@ -207,8 +198,6 @@ def _baseline(compact: CompactTrace, serving: Serving | None) -> dict[str, Any] 
     """Return the figures of serving without any cache, or None if they are unknown."""
     if serving is None or serving.token_prefill_s is None or compact.rate < 1:
         return None
-    from kvcache.lab.simulate.serving import weigh_nothing
-
     return weigh_nothing(compact.arrivals_s, compact.input_lengths, serving)
 
 
