@@ -6,72 +6,75 @@ its head on or not at all: a hole would make the blocks behind it useless. It is
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 from kvcache.request import ReqContext
 from kvcache.tiers.base.wear import Wear
 
-_STEP, _MOST_PLACES = 2, 256
+_MOST_PLACES = 256
 """Every second key of a run is watched, fewer of a long one: the estimate needs shares, not all keys."""
+_LATER_USES = 0.9
+"""Weight of the uses that are expected after a use, against this use."""
 
 _RunClass = tuple[int, int]
+_LAST: _RunClass = 0, 0
 
 
 class RunValues:
     """How often blocks of similar runs were used again.
 
     The class of a run is a pair of logarithms: of the number of its blocks that were seen before, and of its new ones.
+    The last blocks of requests are a class of their own: later requests seldom repeat one that is not full.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._most_watched = max(1, num_blocks // _STEP)
+        self._most_watched = max(1, num_blocks // 2)
         # By key: its class, and the blocks that it stands for.
         self._watched: OrderedDict[bytes, tuple[_RunClass, int]] = OrderedDict()
-        # By class: blocks offered, and blocks used again.
-        self._classes: dict[_RunClass, list[float]] = {}
+        # By class: its blocks, and the uses after them. A new class begins with a value above 0, so that it is tried.
+        self._classes: defaultdict[_RunClass, list[float]] = defaultdict(lambda: [1.0, 0.3])
 
     def observe(self, keys: Sequence[bytes], num_held: int) -> _RunClass:
         """Record a request's keys, in prefix order, and return their class. The tier holds the first `num_held`."""
-        places = _places(len(keys))
         num_seen = num_held
-        for place in places:
+        used = []
+        for place in _places(0, len(keys)):
             earlier = self._watched.pop(keys[place], None)
             if earlier is not None:
                 num_seen = max(num_seen, place + 1)
-                run_class, weight = earlier
-                self._classes[run_class][1] += weight
+                used.append(earlier)
         run_class = (num_seen + 1).bit_length(), (len(keys) - num_seen).bit_length()
-        # A new class begins with a value above 0, so that it is tried.
-        self._classes.setdefault(run_class, [1.0, 0.3])
-        self.watch(keys, num_held, run_class)
+        num_blocks, num_uses = self._classes[run_class]
+        for earlier_class, weight in used:
+            self._classes[earlier_class][1] += weight * (1 + _LATER_USES * num_uses / num_blocks)
+        self.watch(keys, 0, run_class)
         return run_class
 
-    def watch(self, keys: Sequence[bytes], num_held: int, run_class: _RunClass) -> None:
-        """Record the offered blocks of a run: those behind the first `num_held`."""
-        counts = self._classes[run_class]
-        for before, place in pairwise([-1, *_places(len(keys))]):
-            weight = max(0, place - max(before, num_held - 1))
-            self._watched[keys[place]] = run_class, weight
-            counts[0] += weight
+    def watch(self, keys: Sequence[bytes], begin: int, run_class: _RunClass) -> None:
+        """Record blocks of a run, from its place `begin` on."""
+        places = _places(begin, begin + len(keys))
+        for place in places:
+            key_class = _LAST if place == places.stop - 1 else run_class
+            self._watched[keys[place - begin]] = key_class, places.step
+            self._classes[key_class][0] += places.step
         while len(self._watched) > self._most_watched:
             self._watched.popitem(last=False)
 
     def is_worth(self, run_class: _RunClass, spare: float) -> bool:
-        """Return whether better classes have at most a share `spare` of all offered blocks."""
-        num_offered, num_used = self._classes[run_class]
-        value = num_used / num_offered
-        better = sum(offered for offered, used in self._classes.values() if used / offered > value)
-        return better <= spare * sum(offered for offered, _ in self._classes.values())
+        """Return whether better classes have at most a share `spare` of all blocks."""
+        num_blocks, num_uses = self._classes[run_class]
+        value = num_uses / num_blocks
+        better = sum(blocks for blocks, uses in self._classes.values() if uses / blocks > value)
+        return better <= spare * sum(blocks for blocks, _ in self._classes.values())
 
 
-def _places(num_keys: int) -> list[int]:
-    # A later turn of a chat begins with all blocks of this one, so the last key shows that all were seen.
-    step = max(_STEP, num_keys // _MOST_PLACES)
-    return [*range(step - 1, num_keys - 1, step), num_keys - 1] if num_keys else []
+def _places(begin: int, end: int) -> range:
+    # Steps are powers of two, so that a longer request finds the places of a shorter one.
+    step = 1 << max(1, (end // _MOST_PLACES).bit_length())
+    return range(begin | (step - 1), end, step)
 
 
 @dataclass(slots=True)
@@ -79,6 +82,8 @@ class _Run:
     keys: dict[bytes, None] = field(default_factory=dict)
     run_class: _RunClass | None = None
     is_chosen: bool = False
+    # The last block so far, if it was not worth a write.
+    last: list[bytes] = field(default_factory=list)
 
 
 class RunChoice:
@@ -105,26 +110,30 @@ class RunChoice:
     ) -> list[bytes]:
         """Return which blocks of a request to write, head first. It stores `keys`, and may have loaded others before.
 
-        The first call for a request decides for all of its blocks. `find` looks blocks up in the tier. `num_waiting`
-        other blocks wait to be written.
+        The first call for a request decides for all of its blocks but the last one. A call without keys is the last for
+        the request. `find` looks blocks up in the tier. `num_waiting` other blocks wait to be written.
         """
         run = self._run_of(req_context)
         missing = [key for key in keys if key not in run.keys]
         run.keys.update(dict.fromkeys(missing))
+        spare = self._wear.spare()
         if run.run_class is not None:
-            self._values.watch(missing, 0, run.run_class)
+            self._values.watch(missing, len(run.keys) - len(missing), run.run_class)
+            missing = run.last + missing
         elif run.keys:
             missing = list(run.keys)
             num_held = find(missing) or 0
             run.run_class = self._values.observe(missing, num_held)
             missing = missing[num_held:]
-            run.is_chosen = self._values.is_worth(run.run_class, self._wear.spare())
+            run.is_chosen = self._values.is_worth(run.run_class, spare)
+        wanted = missing if self._values.is_worth(_LAST, spare) else missing[:-1]
         room = max(0, int(self._wear.left()) - num_waiting - len(self.due))
-        chosen = missing[:room] if run.is_chosen else []
+        chosen = wanted[:room] if run.is_chosen else []
         # Blocks behind a hole are useless, so later ones of the request are not written.
-        if missing:
-            run.is_chosen = len(chosen) == len(missing)
-        self.num_declined += len(missing) - len(chosen)
+        if wanted:
+            run.is_chosen = len(chosen) == len(wanted)
+        run.last = missing[len(wanted) :] if keys and req_context is not None else []
+        self.num_declined += len(missing) - len(chosen) - len(run.last)
         return chosen
 
     def _run_of(self, req_context: ReqContext | None) -> _Run:
