@@ -54,7 +54,7 @@ _MAX_LISTED = 1000
 _MAX_KEY_BYTES = 120
 _NO_BUCKET = "NoSuchBucket"
 _SKEWED = re.compile("RequestTimeTooSkewed|Request has expired|not yet valid")
-# What a download is answered with, if the object has come, and another request, if it was done.
+# Statuses of a download that has come, of another request that was done, and of an object that exists.
 _LOADED, _DONE, _EXISTS = (200,), (200, 201, 204), (409, 412)
 _CLIENT_OPTIONS = ("bucket", "endpoint", "region", "timeout_s", "ca_file")
 _DELETE_S = 30.0
