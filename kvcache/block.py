@@ -25,10 +25,21 @@ ABSENT, PENDING, READY, ASK_AGAIN = BlockState  # a name of a module costs half 
 
 
 class BlockStatus(ctypes.Structure):
-    """The slot of one block in a pool, `block_id`, and its number of references.
+    """The slot of one block in a pool, and its number of references.
 
-    C layout `{int32 ref_cnt; int64 block_id}`, 16 bytes. `ref_cnt` starts at -1: not ready, being written. ValueError:
-    the id is not an int64.
+    Parameters
+    ----------
+    block_id : int
+        Slot in the pool, int64.
+
+    Raises
+    ------
+    ValueError
+        The id is no int64.
+
+    Notes
+    -----
+    C layout `{int32 ref_cnt; int64 block_id}`, 16 bytes. `ref_cnt` starts at -1: not ready, being written.
     """
 
     _fields_ = (("ref_cnt", ctypes.c_int32), ("block_id", ctypes.c_int64))

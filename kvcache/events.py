@@ -13,8 +13,18 @@ from dataclasses import dataclass, field
 class OffloadingEvent:
     """Blocks that came to a medium (`removed` False) or left it (`removed` True).
 
-    The `keys` name blocks of `block_size` tokens, and `medium` is the medium's name. `number` is the place in the
-    manager's log, from 1 on. A gap means that events were dropped, or a reset. It is not compared.
+    Parameters
+    ----------
+    keys : list of bytes
+        The blocks.
+    block_size : int
+        Tokens of one block.
+    medium : str
+        The medium's name.
+    removed : bool
+        Whether they left.
+    number : int
+        Place in the manager's log, from 1 on. A gap means that events were dropped, or a reset. Not compared.
     """
 
     keys: list[bytes]

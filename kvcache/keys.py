@@ -39,9 +39,24 @@ def as_key_list(keys: Any) -> list[bytes]:
 
 
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
-    """Return the key of a block: `block_hash`, then the index of its KV-cache group, `group_idx`, as 4 bytes.
+    """Join a block hash and a KV-cache group index to a key.
 
-    ValueError: the hash is not bytes or empty, or the index is not in 0..2**32-1.
+    Parameters
+    ----------
+    block_hash : bytes
+        Hash of the block, at least one byte.
+    group_idx : int
+        KV-cache group, 0 <= group_idx < 2**32.
+
+    Returns
+    -------
+    OffloadKey
+        The hash, then the index as 4 bytes.
+
+    Raises
+    ------
+    ValueError
+        The hash is not bytes or empty, or the index does not fit four bytes.
     """
     if not isinstance(block_hash, bytes) or not block_hash:
         raise ValueError(f"block_hash must be non-empty bytes, got {block_hash!r}")
@@ -73,9 +88,21 @@ def _checked_key(key: bytes) -> bytes:
 def key_seed(*fields: str | bytes | int) -> bytes:
     """Hash what the blocks of one chain have in common: model, dtype, adapter, tenant, block size.
 
-    The caller keeps the order of the `fields`. Each is hashed with its type and its length, so that no two different
-    sequences of fields are the same bytes. Return 32 bytes, the `seed` of `block_keys`. ValueError: a field is not a
-    str, bytes or int.
+    Parameters
+    ----------
+    *fields : str, bytes or int
+        In an order that the caller keeps. Each is hashed with its type and its length, so that no two different
+        sequences of fields are the same bytes.
+
+    Returns
+    -------
+    bytes
+        32 bytes, the `seed` of `block_keys`.
+
+    Raises
+    ------
+    ValueError
+        A field has another type.
     """
     digest = hashlib.sha256(_FORMAT)
     for field in fields:

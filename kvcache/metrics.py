@@ -58,8 +58,14 @@ class Metric:
 class HistogramData:
     """A histogram as it was at one moment.
 
-    `bounds` are the upper bounds of the buckets, ascending, in the metric's unit; one more bucket is above the last.
-    `counts` are the observations per bucket, and `sum` is that of all observations.
+    Parameters
+    ----------
+    bounds : tuple of float
+        Upper bounds of the buckets, ascending, in the metric's unit; one more bucket is above the last.
+    counts : tuple of int
+        Observations per bucket, one more than bounds.
+    sum : float
+        Of all observations.
     """
 
     bounds: tuple[float, ...]
@@ -72,9 +78,17 @@ class HistogramData:
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:
-        """Return the bound that at least this `share` (0 to 1) of the observations lies within; 0.0 without any.
+        """Return the bound that at least this share of the observations lies within; 0.0 without any.
 
-        It is in the metric's unit, and infinite if it lies above the last bound.
+        Parameters
+        ----------
+        share : float
+            0 to 1.
+
+        Returns
+        -------
+        float
+            In the metric's unit; infinite where it lies above the last bound.
         """
         rest = share * self.count
         if not rest:
@@ -88,10 +102,20 @@ class HistogramData:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One `value` under the name that exporters give it, with its `labels`.
+    """One value under the name that exporters give it.
 
-    `name` has no prefix, and a counter's no ``_total``. `kind` is ``"counter"``, ``"gauge"`` or ``"histogram"``, and
-    `help` one sentence.
+    Parameters
+    ----------
+    name : str
+        Without prefix; a counter's without ``_total``.
+    kind : str
+        ``"counter"``, ``"gauge"`` or ``"histogram"``.
+    help : str
+        One sentence.
+    value : float or HistogramData
+        The value.
+    labels : tuple of (str, str)
+        Names and values of labels.
     """
 
     name: str
@@ -143,10 +167,16 @@ def metrics_of(stats: type) -> tuple[Metric, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The statistics of one component, as one snapshot holds them: `stats` is an instance of a statistics class.
+    """The statistics of one component, as one snapshot holds them.
 
-    `name` is its kind, and the prefix of its exported names: ``"tier"``; empty for the manager. `labels` distinguish it
-    from others of its kind.
+    Parameters
+    ----------
+    name : str
+        Its kind, and the prefix of its exported names: ``"tier"``; empty for the manager.
+    stats : object
+        An instance of a statistics class.
+    labels : tuple of (str, str)
+        Labels that distinguish it from others of its kind.
     """
 
     name: str
@@ -155,9 +185,14 @@ class Part:
 
 
 def samples_of(part: Part, block_size: int = 0, block_bytes: int = 0) -> Iterator[Sample]:
-    """Yield the samples of one component, `part`, and of the statistics that its own hold.
+    """Yield the samples of one component, and of the statistics that its own hold.
 
-    `block_size` and `block_bytes` are the tokens and bytes of one block; 0: unknown, then no sample counts them.
+    Parameters
+    ----------
+    part : Part
+        The component.
+    block_size, block_bytes : int
+        Tokens and bytes of one block; 0: not known, then nothing is given in them.
     """
     start = f"{part.name}_" if part.name else ""
     stats: type = type(part.stats)

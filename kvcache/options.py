@@ -321,7 +321,10 @@ class Configurable:
     def from_config(cls, options: Mapping[str, Any], *context: Any) -> Self:
         """Make an instance of the options as a user wrote them, without ``type`` and what the manager itself reads.
 
-        ValueError: an option is missing, unknown or invalid, or does not fit the context.
+        Raises
+        ------
+        ValueError
+            An option is missing, unknown or invalid, or does not fit the context.
         """
         made: Self = Component.parse(cls, options).make(*context)
         return made

@@ -24,9 +24,16 @@ def _entry_points(group: str) -> EntryPoints:
 class Registry:
     """A mapping from names to classes that are imported when they are first asked for.
 
-    `builtin` maps names to ``"package.module:Class"``, and third parties register theirs in the entry-point `group`,
-    such as ``"kvcache.policies"``. `kind` is what errors call the classes: ``"policy"``. Every choice must be a
-    subclass of the class with the path `base`.
+    Parameters
+    ----------
+    kind : str
+        What the classes are, for error messages: ``"policy"``.
+    group : str
+        Entry-point group that third parties register theirs in: ``"kvcache.policies"``.
+    builtin : dict of str to str
+        Name to ``"package.module:Class"``.
+    base : str
+        The path of a class that every choice must be a subclass of.
     """
 
     def __init__(self, kind: str, group: str, builtin: dict[str, str], base: str = "builtins:object") -> None:
@@ -43,7 +50,10 @@ class Registry:
     def register(self, name: str, path: str) -> None:
         """Make `path` (``"package.module:Class"``) known as `name`.
 
-        ValueError: the name is taken by another path, or the path has no colon.
+        Raises
+        ------
+        ValueError
+            The name is taken by another path, or the path has no colon.
         """
         if ":" not in path:
             raise ValueError(f"{self.kind} path must be 'package.module:Class', got {path!r}")
@@ -69,10 +79,18 @@ class Registry:
         return self.name_of(choice) or f"{choice.__module__}:{choice.__qualname__}"
 
     def resolve(self, choice: Any) -> type[Any]:
-        """Return the class that `choice` is or names: by a known name or ``"package.module:Class"``.
+        """Return the class that `choice` names.
 
-        ValueError: the name is unknown (the message lists the known ones), the path does not lead to a class, or the
-        class is of another kind.
+        Parameters
+        ----------
+        choice : str or type
+            A known name, ``"package.module:Class"``, or the class itself.
+
+        Raises
+        ------
+        ValueError
+            The name is unknown (the message lists the known ones), the path does not lead to a class, or the class is
+            of another kind.
         """
         resolved = choice if isinstance(choice, type) else self._find(choice)
         module_name, _, name = self._base.partition(":")

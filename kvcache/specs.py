@@ -74,7 +74,13 @@ def block_ids_of(spec: LoadStoreSpec) -> Int64Array:
 
 
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Blocks of the pool in host memory; `block_ids` are its slots, kept as an int64 array, shape (n,)."""
+    """Blocks of the pool in host memory.
+
+    Parameters
+    ----------
+    block_ids : array_like of int
+        Slots of the pool; kept as an int64 array, shape (n,).
+    """
 
     __slots__ = ()
 
@@ -134,9 +140,14 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 @dataclass(slots=True)
 class CanonicalKVCacheTensor:
-    """One tensor of an engine's KV cache, seen as bytes: int8, shape (num_blocks, page_size_bytes); any row stride.
+    """One tensor of an engine's KV cache, seen as bytes.
 
-    `page_size_bytes` are the bytes of one block in the `tensor`, padding included.
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        int8, shape (num_blocks, page_size_bytes); any row stride.
+    page_size_bytes : int
+        Bytes of one block in this tensor, padding included.
     """
 
     tensor: torch.Tensor
@@ -145,9 +156,14 @@ class CanonicalKVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheRef:
-    """Where one layer's data of a block lies.
+    """Where one layer's data of a block lies: the tensor, and how many bytes (padding excluded) to copy.
 
-    `tensor_idx` is an index into `CanonicalKVCaches.tensors`, and `page_size_bytes` the bytes to copy, without padding.
+    Parameters
+    ----------
+    tensor_idx : int
+        Index into `CanonicalKVCaches.tensors`.
+    page_size_bytes : int
+        Bytes to copy, padding excluded.
     """
 
     tensor_idx: int
@@ -156,7 +172,15 @@ class CanonicalKVCacheRef:
 
 @dataclass(slots=True)
 class CanonicalKVCaches:
-    """An engine's KV cache: its `tensors`, and per KV-cache group the refs of its layers, `group_data_refs`."""
+    """An engine's KV cache: its tensors, and for each KV-cache group the refs of its layers.
+
+    Parameters
+    ----------
+    tensors : list of CanonicalKVCacheTensor
+        The cache's tensors.
+    group_data_refs : list of list of CanonicalKVCacheRef
+        For each KV-cache group, the refs of its layers.
+    """
 
     tensors: list[CanonicalKVCacheTensor]
     group_data_refs: list[list[CanonicalKVCacheRef]]
@@ -164,9 +188,16 @@ class CanonicalKVCaches:
 
 @dataclass(slots=True)
 class PrepareStoreOutput:
-    """What `prepare_store` decided: the keys to write, in the order offered, and where, in the same order.
+    """What `prepare_store` decided.
 
-    The blocks of `keys_to_store` go to `store_spec`. The `evicted_keys` made room, oldest first.
+    Parameters
+    ----------
+    keys_to_store : list of bytes
+        The keys to write, in the order offered.
+    store_spec : LoadStoreSpec
+        Where to write them, in the same order.
+    evicted_keys : list of bytes
+        The keys that made room, oldest first.
     """
 
     keys_to_store: list[bytes]
@@ -186,10 +217,20 @@ class PrepareStoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """The end of the transfer `job_id`; `success`: every byte arrived.
+    """The end of one transfer.
 
-    `transfer_size` are the moved bytes, `transfer_time` the seconds from the start of the copy to its end, and
-    `transfer_type` the source and the destination medium.
+    Parameters
+    ----------
+    job_id : int
+        As given to `transfer_async`.
+    success : bool
+        Whether every byte arrived.
+    transfer_size : int
+        Bytes moved.
+    transfer_time : float
+        Seconds from the start of the copy to its end.
+    transfer_type : tuple of (str, str)
+        Source and destination medium.
     """
 
     job_id: int

@@ -33,10 +33,16 @@ _ALIGN_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class OffloadingGroup:
-    """One KV-cache group: the layers `layer_names`, whose blocks share block ids.
+    """One KV-cache group: layers whose blocks share block ids.
 
-    A device block has `block_size` tokens on one rank. `refs` are where a worker's layers lie; they are needed if the
-    pool's size is given in bytes.
+    Parameters
+    ----------
+    block_size : int
+        Tokens of one device block on one rank, >= 1.
+    layer_names : tuple of str
+        The layers.
+    refs : tuple of CanonicalKVCacheRef, optional
+        Where a worker's layers lie; needed if the pool's size is given in bytes.
     """
 
     block_size: int
@@ -193,8 +199,12 @@ class OffloadingSpec(ABC):
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerOf]:
         """Yield the worker's handlers for its `kv_caches`, as `OffloadingWorker.register_handler` takes them.
 
-        Each comes behind the types of the source and the destination of its jobs. ValueError: the KV cache does not fit
-        the configuration.
+        Each comes behind the types of the source and the destination of its jobs.
+
+        Raises
+        ------
+        ValueError
+            The KV cache does not fit the configuration.
         """
 
     def _factor(self, size: int | None) -> int:
@@ -312,9 +322,17 @@ class CPUOffloadingSpec(OffloadingSpec):
 class TieringOffloadingSpec(CPUOffloadingSpec):
     """Offload to host memory, and from there to tiers below it.
 
-    The `extra_config` of `config` lists the ``tiers`` (see `kvcache.assembly.assemble.parse_tier`), and may set the
-    options of tiers of `kvcache.assembly.assemble.OffloadSettings`. Every group needs its refs, because they hold the
-    size of a block. The rest is as for `CPUOffloadingSpec`. ValueError, besides: a tier's options are invalid.
+    Parameters
+    ----------
+    config : OffloadingConfig
+        Its `extra_config` lists the ``tiers`` (see `kvcache.assembly.assemble.parse_tier`), and may set the
+        options of tiers of `kvcache.assembly.assemble.OffloadSettings`. Every group needs its refs, because they hold
+        the size of a block. The rest is as for `CPUOffloadingSpec`.
+
+    Raises
+    ------
+    ValueError
+        See `CPUOffloadingSpec`; or a tier's options are invalid.
     """
 
     option_names = OffloadingSpec.option_names | OffloadSettings.declared().keys()

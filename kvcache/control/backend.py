@@ -14,7 +14,15 @@ from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec
 
 
 class Backend(ABC):
-    """Allocate blocks of `block_size` tokens on one `medium`, whose name is that of its `LoadStoreSpec`."""
+    """Allocate blocks on one medium.
+
+    Parameters
+    ----------
+    block_size : int
+        Tokens of one block, >= 1.
+    medium : str
+        The medium's name, as in its `LoadStoreSpec`.
+    """
 
     def __init__(self, block_size: int, medium: str) -> None:
         self.block_size = check_int("block_size", block_size)
@@ -41,8 +49,17 @@ class Backend(ABC):
 
 
 class CPUBackend(Backend):
-    """A pool of `num_blocks` slots in host memory, for blocks of `block_size` tokens.
+    """Slots of a pool in host memory.
 
+    Parameters
+    ----------
+    block_size : int
+        Tokens of one block, >= 1.
+    num_blocks : int
+        Slots, >= 1.
+
+    Notes
+    -----
     Fresh ids 0, 1, 2, ... are used first. After that, the slot freed last is reused first.
     """
 

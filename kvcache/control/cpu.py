@@ -34,9 +34,19 @@ class PoolManager(BlockPool, OffloadingManager):
     def what_if(self, capacities: Iterable[int] | None = None) -> WhatIf:
         """Estimate lru's hits at other capacities on the finished requests.
 
-        The `capacities` are blocks, ascending; by default 1/4, 1/2, 1, 2, 4 and 8 times the manager's own capacity. It
-        takes up to about 0.1 s and works on a copy. Call it outside the scheduler's thread. ValueError: the manager was
-        created without `what_if`, or the capacities do not ascend from 1.
+        Parameters
+        ----------
+        capacities : iterable of int, optional
+            Blocks, ascending. Default: 1/4, 1/2, 1, 2, 4 and 8 times the manager's own capacity.
+
+        Raises
+        ------
+        ValueError
+            The manager was created without `what_if`, or the capacities do not ascend from 1.
+
+        Notes
+        -----
+        Takes up to about 0.1 s and works on a copy. Call it outside the scheduler's thread.
         """
         return estimate(self.observer, self, capacities)
 
@@ -44,9 +54,17 @@ class PoolManager(BlockPool, OffloadingManager):
 class BackendOffloadingManager(PoolManager):
     """Offload to the blocks of any backend.
 
-    The `backend` allocates the blocks. Its current number of free blocks is the capacity. `cache_policy`,
-    `enable_events`, `store_threshold`, `max_tracker_size` and `what_if` are those of `CPUOffloadingManager`.
-    ValueError: the policy is unknown, or the backend has no free block.
+    Parameters
+    ----------
+    backend : Backend
+        Allocates the blocks. Its current number of free blocks is the capacity.
+    cache_policy, enable_events, store_threshold, max_tracker_size, what_if
+        As in `CPUOffloadingManager`.
+
+    Raises
+    ------
+    ValueError
+        The policy is unknown, or the backend has no free block.
     """
 
     def __init__(

@@ -47,16 +47,30 @@ class OffloadingManager(ABC):
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int | None:
         """Return whether one key is offloaded and ready, or how many leading keys of a list or tuple are.
 
-        `keys` is one key, or a request's keys in prefix order. The managers of this package also accept one key as
-        ``key=``, as engines name it. None means "ask again later": a lower tier has not answered yet. A manager without
-        tiers never returns None.
+        Parameters
+        ----------
+        keys : bytes, or list or tuple of bytes
+            One key, or a request's keys in prefix order.
+        req_context : ReqContext, optional
+            The request.
+        key
+            Keyword for one key, as engines name it, in place of `keys`. The managers of this package accept it.
+
+        Returns
+        -------
+        bool, int or None
+            For one key, True or False. For several keys, the length of the longest ready prefix. None means "ask again
+            later": a lower tier has not answered yet. A manager without tiers never returns None.
         """
 
     @abstractmethod
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
         """Take a reference on each block, until `complete_load`, and return the blocks' locations, in key order.
 
-        KeyError or BlockStateError: a key is unknown, or its block is not ready. No reference is taken.
+        Raises
+        ------
+        KeyError, BlockStateError
+            A key is unknown, or its block is not ready. No reference is taken.
         """
 
     def touch(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
@@ -65,12 +79,21 @@ class OffloadingManager(ABC):
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:  # noqa: B027
         """Release the references that `prepare_load` took.
 
-        KeyError or BlockStateError: a key is unknown, or has fewer references than the call releases. Nothing changes.
+        Raises
+        ------
+        KeyError, BlockStateError
+            A key is unknown, or has fewer references than the call releases. Nothing changes.
         """
 
     @abstractmethod
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        """Reserve slots for the absent keys, and return where to write them; None and no change if they do not fit."""
+        """Reserve slots for the absent keys, and return where to write them.
+
+        Returns
+        -------
+        PrepareStoreOutput or None
+            None if the blocks do not fit. Then nothing changes.
+        """
 
     def complete_store(  # noqa: B027
         self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True
@@ -99,12 +122,25 @@ class OffloadingManager(ABC):
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:  # noqa: B027
         """Set when blocks will be used next. For a request's blocks, this also works after the request has ended.
 
-        `request_or_keys` is a running or ended request, for all keys that it has used, or keys in prefix order. Unknown
-        keys are ignored. `next_use` is ``"end"`` (never), ``"soon"`` (within a minute) or ``"later"``; ValueError, and
-        no change, for another value.
+        The default does nothing: a hint is soft.
 
+        Parameters
+        ----------
+        request_or_keys : ReqContext or iterable of bytes
+            A running or ended request, for all keys that it has used, or keys in prefix order. Unknown keys are
+            ignored.
+        next_use : str
+            ``"end"`` (never), ``"soon"`` (within a minute) or ``"later"``.
+
+        Raises
+        ------
+        ValueError
+            `next_use` is not one of the three values. Nothing changes.
+
+        Notes
+        -----
         The hint also covers later uses of a running request, and replaces earlier hints. Blocks of priority 2 or 3 keep
-        their priority. The default does nothing: a hint is soft.
+        their priority.
         """
 
     def on_schedule_end(self) -> None:  # noqa: B027
@@ -113,26 +149,49 @@ class OffloadingManager(ABC):
     def reset_cache(self, version: str | int | None = None) -> None:
         """Forget everything. Before, the caller must drain or drop older jobs.
 
-        `version` names the weights that later blocks are computed with, as the number of an update. Engines that are
-        reset to one version share blocks through stores and pools again, and a start with this `weights_version` finds
-        its blocks on disk. None: the name of `name_next_version`, or else these blocks belong to this process alone.
+        Parameters
+        ----------
+        version : str or int, optional
+            Names the weights that later blocks are computed with, as the number of an update. Engines that are reset to
+            one version share blocks through stores and pools again, and a start with this `weights_version` finds its
+            blocks on disk. None: the name of `name_next_version`, or else
+            these blocks belong to this process alone.
 
-        NotImplementedError: this manager cannot be reset. Otherwise, stale blocks would count as forgotten.
+        Raises
+        ------
+        NotImplementedError
+            This manager cannot be reset. Otherwise, stale blocks would count as forgotten.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be reset")
 
     def name_next_version(self, version: str | int | None) -> None:
         """Name the weights in force after the next reset, for engines whose reset has no version; from any thread.
 
-        A later `version` replaces the name. The next reset uses it up, also a reset that has a version of its own.
-        None withdraws the name, for an update that failed. ValueError: `version` is empty, or of another type.
+        Parameters
+        ----------
+        version : str, int or None
+            The name; a later one replaces it. The next reset uses it up, also a reset that has a version of its own.
+            None: the name is withdrawn, for an update that failed.
+
+        Raises
+        ------
+        ValueError
+            `version` is empty, or of another type. Nothing changes.
         """
         self._next_version = None if version is None else check_version(version)
 
     def version_of_reset(self, version: str | int | None) -> str | int | None:
-        """Return the version of a reset that begins now: `version`, or else the name set by `name_next_version`.
+        """Return the version for a reset that begins now, and forget the name set by `name_next_version`.
 
-        That name is forgotten.
+        Parameters
+        ----------
+        version : str, int or None
+            That of the reset itself.
+
+        Returns
+        -------
+        str, int or None
+            `version`, or else the name.
         """
         if version is not None:
             check_version(version)

@@ -202,8 +202,15 @@ class BlockPool:
     def configuration(self) -> dict[str, Any]:
         """Return the configuration of a pool that gives the same answers, in JSON types.
 
-        These are arguments of `CPUOffloadingManager` by name; the policy is a name or ``"package.module:Class"``.
-        ValueError: a backend allocates the blocks, so the configuration cannot be named.
+        Returns
+        -------
+        dict
+            Arguments of `CPUOffloadingManager` by name; the policy as a name or ``"package.module:Class"``.
+
+        Raises
+        ------
+        ValueError
+            A backend allocates the blocks, so the configuration cannot be named.
         """
         options = dict(self._options)
         backend = options.pop("backend")

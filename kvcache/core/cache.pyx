@@ -65,7 +65,10 @@ cdef class BlockCache:
 
     The cache of a manager's pool under a compiled policy. `kvcache.policies.base.BlockCacheOps` has the contract.
 
-    BlockStateError: the policy is already in use.
+    Raises
+    ------
+    BlockStateError
+        The policy is already in use.
     """
 
     cdef ReplacementPolicy policy

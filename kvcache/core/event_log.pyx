@@ -53,9 +53,19 @@ cdef class EventLog:
             self.append(keys, medium, removed)
 
     def take(self, max_events=None, reader=None):
-        """Take the events out, or the first `max_events` of them, and return an iterator over them, oldest first.
+        """Take the events out, or the first `max_events` of them, oldest first.
 
-        If the log has another `reader`, nothing is taken. Taking costs O(1) for each event, whether or not it is read.
+        Parameters
+        ----------
+        max_events : int, optional
+            The most events to take.
+        reader : object
+            The reader that takes them. If the log has another `reader`, nothing is taken.
+
+        Returns
+        -------
+        TakenEvents
+            An iterator. Taking costs O(1) for each event, whether or not it is read.
         """
         cdef TakenEvents taken = TakenEvents.__new__(TakenEvents)
         cdef Py_ssize_t n

@@ -106,10 +106,25 @@ cdef class Histogram:
 cdef class BlockAges:
     """BlockAges(num_blocks)
 
-    When each of `num_blocks` slots of a pool was last filled, and how old blocks were when they were evicted.
+    When each slot of a pool was last filled, and how old blocks were when they were evicted.
 
-    `histogram` has the ages at eviction, in seconds. A slot takes 8 bytes. ValueError: the number is not positive.
+    Parameters
+    ----------
+    num_blocks : int
+        Slots, 8 bytes each.
 
+    Attributes
+    ----------
+    histogram : Histogram
+        Ages at eviction, in seconds.
+
+    Raises
+    ------
+    ValueError
+        The number is not positive.
+
+    Notes
+    -----
     Ages are exact to some hundredths of a second, up to 497 days. Calls may be left out: a slot is remembered with its
     key's hash, and of a block whose coming was left out no age is counted.
     """
@@ -134,10 +149,17 @@ cdef class BlockAges:
         PyMem_Free(self.filled)
 
     def note(self, block_ids, list stored not None, list evicted not None):
-        """Count the ages of the blocks of `evicted` keys, in order, and note the slots of the `stored` keys.
+        """Count the ages of evicted blocks, and note which keys their slots, and others, are filled with.
 
-        `block_ids`, int64, are the slots that were handed out for the stored keys: those of evicted blocks first, the
-        last evicted before all others, which is how pools hand them out. Ids that are not the pool's are ignored.
+        Parameters
+        ----------
+        block_ids : numpy.ndarray
+            int64, the slots that were handed out; those of evicted blocks first, the last evicted before all others,
+            which is how pools hand them out. Ids that are not the pool's are passed over.
+        stored : list of bytes
+            The key that each slot was handed out for.
+        evicted : list of bytes
+            The keys that were evicted, in order.
         """
         cdef Py_buffer view
         cdef timespec coarse

@@ -82,7 +82,10 @@ cdef class PolicyAdapter(ReplacementPolicy):
     def native(self, num_blocks):
         """Return the cache of a manager's pool of `num_blocks` slots. From now on, this policy selects its victims.
 
-        BlockStateError: the policy is already in use.
+        Raises
+        ------
+        BlockStateError
+            The policy is already in use.
         """
         if num_blocks != self.table.cache_capacity:
             raise ValueError(f"num_blocks must be the capacity, {self.table.cache_capacity}, got {num_blocks!r}")
@@ -132,7 +135,12 @@ cdef class PolicyAdapter(ReplacementPolicy):
     def remove(self, key):
         """Remove a block without creating a ghost.
 
-        KeyError: the key is not present. BlockStateError: the policy's blocks belong to its manager.
+        Raises
+        ------
+        KeyError
+            The key is not present.
+        BlockStateError
+            The policy's blocks belong to its manager.
         """
         cdef BlockTable table = self.table
         cdef list keys = new_list(1)

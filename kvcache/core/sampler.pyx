@@ -136,8 +136,11 @@ cdef class Sampler:
     def snapshot(self):
         """Return a copy of the log, and the number of uses and requests that it represents.
 
-        The copy is hashes, uint64, shape (n,), and request numbers, int64, shape (n,), both in order. Then follow the
-        numbers of all uses, and of all requests, since the log begins.
+        Returns
+        -------
+        tuple of (numpy.ndarray, numpy.ndarray, int, int)
+            Hashes, uint64, shape (n,), and request numbers, int64, shape (n,), both in order; all uses, and all
+            requests, since the log begins.
         """
         cdef int64_t newest, num_uses
         cdef bint is_window

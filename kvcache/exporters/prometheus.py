@@ -90,11 +90,23 @@ def _buckets(data: HistogramData) -> list[tuple[str, float]]:
 
 
 class PrometheusExporter(Exporter):
-    """Serve ``/metrics`` of an engine's `telemetry` over HTTP.
+    """Serve ``/metrics`` over HTTP.
 
-    `port` 0 is any free one. Engines of one machine need one each. `host` is the address to listen on. Requests are not
-    authenticated; the default accepts only those of this machine. ValueError: the port is out of range. OSError: it is
-    in use, or the address is not this machine's.
+    Parameters
+    ----------
+    telemetry : Telemetry
+        The engine.
+    port : int
+        TCP port; 0: any free one. Engines of one machine need one each.
+    host : str
+        Address to listen on. Requests are not authenticated; the default accepts only those of this machine.
+
+    Raises
+    ------
+    ValueError
+        The port is out of range.
+    OSError
+        The port is in use, or the address is not this machine's.
     """
 
     options_type = PrometheusOptions

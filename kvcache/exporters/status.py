@@ -130,11 +130,19 @@ def ask(path: str | Path, command: str, timeout_s: float = 10.0, **options: Any)
 def name_next_version(version: str | int | None, paths: Iterable[str | Path] | None = None) -> list[Path]:
     """Name the weights in force after the next reset of some engines, and return the sockets of these engines.
 
-    Engines whose weights have the same name, `version`, share blocks. None: the name is withdrawn, because the update
-    of the weights failed. `paths` are status sockets; None: those of all engines of this user in the default folder.
+    Parameters
+    ----------
+    version : str, int or None
+        The name. Engines whose weights have the same name share blocks. None: the name is withdrawn, because the update
+        of the weights failed.
+    paths : iterable of str or Path, optional
+        Status sockets; None: those of all engines of this user in the default folder.
 
-    OSError or ValueError: an engine does not answer, or refuses; see `ask`. The name is then withdrawn from all
-    engines: a later reset that is meant for other weights would use it.
+    Raises
+    ------
+    OSError, ValueError
+        An engine does not answer, or refuses; see `ask`. The name is withdrawn from all engines: a later reset that is
+        meant for other weights would use it.
     """
     sockets = live_sockets() if paths is None else [Path(path) for path in paths]
     for number, path in enumerate(sockets, 1):
@@ -150,12 +158,21 @@ def name_next_version(version: str | int | None, paths: Iterable[str | Path] | N
 
 
 class StatusServer(Exporter):
-    """Answer questions about an engine on a unix socket.
+    """Answer questions on a unix socket.
 
-    The server's own counters are added to the sources of `telemetry`. `path` is the socket, in a folder that only this
-    user may enter; left out: ``status-<pid>.sock`` in `default_folder`. ValueError: the path is too long, is not a
-    socket, or other users may enter its folder. OSError: another process serves this path, or the socket cannot be
-    made.
+    Parameters
+    ----------
+    telemetry : Telemetry
+        Of the engine; the server's own counters are added to its sources.
+    path : str or Path, optional
+        The socket, in a folder that only this user may enter; left out: ``status-<pid>.sock`` in `default_folder`.
+
+    Raises
+    ------
+    ValueError
+        The path is too long, is not a socket, or other users may enter its folder.
+    OSError
+        Another process serves this path, or the socket cannot be made.
     """
 
     options_type = StatusOptions

@@ -109,8 +109,20 @@ class RequestUses:
 
 
 class CachePolicy(ABC):
-    """Decide which blocks to evict when a cache of `cache_capacity` blocks needs room.
+    """Decide which blocks to evict when room is needed.
 
+    Parameters
+    ----------
+    cache_capacity : int
+        Capacity of the cache in blocks, >= 1.
+
+    Raises
+    ------
+    ValueError
+        The capacity is not a positive int.
+
+    Notes
+    -----
     A policy that implements `get`, `insert`, `remove`, `touch` and `evict` runs under every manager. The other methods
     have defaults. A policy keeps the `BlockStatus` objects that it is given. Their `ref_cnt` changes meanwhile, and
     `evict` must skip a block whose `ref_cnt` is not 0.
@@ -137,9 +149,14 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def insert(self, key: bytes, block: BlockStatus) -> None:
-        """Insert `block` at the most-recent end; `key` is not in the cache.
+        """Insert a block at the most-recent end.
 
-        The `ref_cnt` of the block changes while it is in the cache.
+        Parameters
+        ----------
+        key : bytes
+            A key that is not in the cache.
+        block : BlockStatus
+            The block to keep. Its `ref_cnt` changes while it is in the cache.
         """
 
     @abstractmethod
@@ -152,9 +169,19 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def evict(self, n: int, protected: Container[bytes]) -> list[tuple[bytes, BlockStatus]] | None:
-        """Evict exactly `n` ready, unreferenced blocks whose keys are not `protected`; return them in eviction order.
+        """Evict exactly `n` ready, unreferenced, unprotected blocks. If fewer are eligible, return None.
 
-        If fewer are eligible, return None and change nothing.
+        Parameters
+        ----------
+        n : int
+            Number of blocks to evict, >= 0.
+        protected : container of bytes
+            Keys that must not be evicted.
+
+        Returns
+        -------
+        list of (bytes, BlockStatus), or None
+            Exactly `n` victims in eviction order. If fewer are eligible, None, and nothing changes.
         """
 
     def gauges(self) -> dict[str, float]:
@@ -187,20 +214,42 @@ class CachePolicy(ABC):
     def make_room(
         self, keys: list[bytes], num_free: int, offered: list[bytes], request: RequestUses | None
     ) -> tuple[int, list[tuple[bytes, BlockStatus]]]:
-        """Return how many leading `keys` to store, and the blocks to evict for them, in eviction order.
+        """Return how many leading `keys` to store, and the blocks to evict for them.
 
-        The keys are absent, in prefix order; the accepted ones are inserted next. Victims are needed only for keys
-        beyond `num_free` slots. All distinct keys of the call are `offered`; they must not be evicted. The `request`
-        (None: unknown) has already used them. Called only if `declines` is true. The default accepts all keys, or none.
+        Parameters
+        ----------
+        keys : list of bytes
+            Absent keys, in prefix order. The accepted keys are inserted next.
+        num_free : int
+            Free slots. Victims are needed only for keys beyond this number.
+        offered : list of bytes
+            All distinct keys of the call. They must not be evicted.
+        request : RequestUses or None
+            The request, which has already used the keys.
+
+        Returns
+        -------
+        tuple of (int, list of (bytes, BlockStatus))
+            Number of accepted keys, and victims in eviction order.
+
+        Notes
+        -----
+        Called only if `declines` is true. The default accepts all keys, or none.
         """
         victims = self.evict(max(0, len(keys) - num_free), set(offered))
         return (0, []) if victims is None else (len(keys), victims)
 
     def hint(self, keys: list[bytes], next_use: str) -> None:  # noqa: B027
-        """Handle a hint that arrives after the use of `keys`: `next_use` is ``"end"``, ``"soon"`` or ``"later"``.
+        """Handle a hint for keys that arrives after their use: ``"end"``, ``"soon"`` or ``"later"``.
 
-        Keys are in prefix order; unknown ones are ignored. The default does nothing. A hint given at the start of a
-        request is in `RequestUses.next_use`.
+        The default does nothing. A hint given at the start of a request is in `RequestUses.next_use`.
+
+        Parameters
+        ----------
+        keys : list of bytes
+            In prefix order. Unknown keys are ignored.
+        next_use : str
+            When the keys will be used next.
         """
 
     def clear(self) -> None:

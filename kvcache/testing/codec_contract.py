@@ -25,7 +25,18 @@ class CodecContract(ABC):
 
     @abstractmethod
     def make_codec(self, block_bytes: int) -> Codec:
-        """Return the codec under test, for blocks of `block_bytes`. Two calls return codecs of equal options."""
+        """Return the codec under test. Two calls return codecs of equal options.
+
+        Parameters
+        ----------
+        block_bytes : int
+            Bytes of a block.
+
+        Returns
+        -------
+        Codec
+            A codec for blocks of this size.
+        """
 
     def blocks(self) -> list[bytes]:
         """Return the blocks that are encoded: zeros, small numbers, and noise. Override it for codecs of a dtype."""

@@ -288,7 +288,19 @@ class CacheMachine(RuleBasedStateMachine):
 def cache_machine(policy: Policy, reference: type[CachePolicy] | None = None, **attributes: Any) -> type[CacheMachine]:
     """Return a state machine for `policy`; its `TestCase` runs under pytest and unittest.
 
-    `policy`, `reference` and the other `attributes` are those of `CacheMachine`.
+    Parameters
+    ----------
+    policy : str or type
+        The policy under test: a registered name or a class.
+    reference : type, optional
+        Its plain-Python twin.
+    **attributes
+        Other attributes of `CacheMachine`.
+
+    Returns
+    -------
+    type
+        A `hypothesis.stateful.RuleBasedStateMachine`.
 
     Examples
     --------

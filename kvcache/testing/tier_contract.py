@@ -52,16 +52,32 @@ class TierContract(ABC):
 
     @abstractmethod
     def open_tier(self, path: Path, host_blocks: HostBlocks, num_blocks: int) -> Tier:
-        """Return the opened tier under test, for at least `num_blocks` blocks. The contract shuts it down.
+        """Open the tier under test. The same path must open the same storage.
 
-        `path` is a folder that belongs to the test, for the tier's files, or to derive a name from. The same path must
-        open the same storage. `host_blocks` is the pool, uint8, shape (num_blocks, block_bytes).
+        Parameters
+        ----------
+        path : Path
+            A folder that belongs to the test, for the tier's files, or to derive a name from.
+        host_blocks : numpy.ndarray
+            The pool, uint8, shape (num_blocks, block_bytes).
+        num_blocks : int
+            Blocks that the tier must hold.
+
+        Returns
+        -------
+        Tier
+            The tier. The contract shuts it down.
         """
 
     def options(self, path: Path, num_blocks: int) -> dict[str, Any]:
         """Return the options with which `from_config` opens the tier; tested if the tier has an `options_type`.
 
-        `path` and `num_blocks` are those of `open_tier`.
+        Parameters
+        ----------
+        path : Path
+            As for `open_tier`.
+        num_blocks : int
+            Blocks of `block_bytes` that the tier must hold.
         """
         return {}
 

@@ -33,11 +33,23 @@ class PendingJob:
 
 
 class ManualTier(Tier):
-    """An in-memory tier of `num_blocks` blocks whose jobs are ended by the test.
+    """An in-memory tier whose jobs are ended by the test.
 
-    `host_blocks` is the pool; None: no bytes are moved, only keys. The `cache_policy` selects victims. If
-    `is_automatic`, jobs end on their own at the next `get_finished`. `pending` lists the jobs that have not ended, in
-    the order of submission.
+    Parameters
+    ----------
+    num_blocks : int
+        Capacity in blocks.
+    host_blocks : numpy.ndarray, optional
+        The pool. None: no bytes are moved, only keys.
+    cache_policy : str or type
+        The policy that selects victims when the tier is full.
+    is_automatic : bool
+        Whether jobs end on their own at the next `get_finished`.
+
+    Attributes
+    ----------
+    pending : list of PendingJob
+        Jobs that have not ended, in the order of submission.
     """
 
     medium = "MANUAL"

@@ -36,9 +36,18 @@ Sources: TypeAlias = tuple[list[tuple[bytes, Source]], bool]
 
 
 class Segment(NamedTuple):
-    """`num_blocks` consecutive blocks of a prefix in one medium, up to position `end_token` in the prompt.
+    """Consecutive blocks of a prefix in one medium.
 
-    `link` loads them; None: loading costs nothing. If `is_coming`, they are already being loaded for another request.
+    Parameters
+    ----------
+    link : LinkRate or None
+        The link that loads them. None: loading costs nothing.
+    num_blocks : int
+        Number of blocks.
+    end_token : int
+        Position in the prompt where the last block ends.
+    is_coming : bool
+        Whether they are already being loaded for another request.
     """
 
     link: LinkRate | None
@@ -51,9 +60,18 @@ class Segment(NamedTuple):
 class Decision:
     """The decision for one request, and its reasons.
 
-    Of `num_blocks` that could be loaded, `kept_blocks` are loaded, up to position `end_token` in the prompt. Expected
-    are `load_s` seconds of loading all blocks, `compute_s` of computing all of them, and `chosen_s` of the decision. If
-    `is_blind`, a rate was still unknown. Then everything is loaded, to learn it.
+    Parameters
+    ----------
+    num_blocks, kept_blocks : int
+        Blocks that could be loaded, and blocks that are loaded.
+    end_token : int
+        Position in the prompt where the loaded prefix ends.
+    load_s, compute_s : float
+        Expected seconds of loading all blocks, and of computing all of them.
+    chosen_s : float
+        Expected seconds of the decision.
+    is_blind : bool
+        Whether a rate was still unknown. Then everything is loaded, to learn it.
     """
 
     num_blocks: int
@@ -74,7 +92,17 @@ class Decision:
 class LoadArbiter:
     """Decide which part of a prefix to load.
 
-    `prefill_tokens_per_s` is that of `prefill`, a `PrefillRate`. `decisions` are the last 256.
+    Parameters
+    ----------
+    prefill_tokens_per_s : float or mapping of int to float, optional
+        As for `PrefillRate`.
+
+    Attributes
+    ----------
+    prefill : PrefillRate
+        The prefill rate.
+    decisions : deque of Decision
+        The last 256 decisions.
     """
 
     def __init__(self, prefill_tokens_per_s: float | Mapping[int, float] | None = None) -> None:
@@ -82,10 +110,21 @@ class LoadArbiter:
         self.decisions: deque[Decision] = deque(maxlen=_MAX_DECISIONS)
 
     def decide(self, first_token: int, segments: Sequence[Segment], now_s: float) -> Decision:
-        """Return how much of a prefix to load: the fastest choice, and of equal ones the one that loads more.
+        """Return how much of a prefix to load.
 
-        The `segments` are in prefix order, at least one. Tokens before `first_token`, at which they begin, need neither
-        loading nor computing. `now_s` is the time of the manager's clock.
+        Parameters
+        ----------
+        first_token : int
+            Token at which the segments begin; tokens before it need neither loading nor computing.
+        segments : sequence of Segment
+            In prefix order, at least one.
+        now_s : float
+            The manager's clock.
+
+        Returns
+        -------
+        Decision
+            The fastest choice. If choices are equal, the one that loads more.
         """
         end_token = segments[-1].end_token
         num_blocks = sum(segment.num_blocks for segment in segments)

@@ -165,8 +165,11 @@ class TieredOffloadingManager(OffloadingManager):
     def configuration(self) -> dict[str, Any]:
         """Return the arguments of a manager that answers alike over equal tiers, in types of JSON.
 
-        They are those of `CPUOffloadingManager.configuration`, ``deadline_s``, ``tiers``: medium, policy (if known) and
-        `TierConfig` of each, and ``prefill_tokens_per_s`` if it was set.
+        Returns
+        -------
+        dict
+            As of `CPUOffloadingManager.configuration`, ``deadline_s``, ``tiers``: medium, policy (if known) and
+            `TierConfig` of each, and ``prefill_tokens_per_s`` if it was set.
         """
         tiers = [{"medium": controller.medium, **asdict(controller.config)} for controller in self.controllers]
         for tier, controller in zip(tiers, self.controllers, strict=True):
@@ -278,10 +281,14 @@ class TieredOffloadingManager(OffloadingManager):
 
     @atomic
     def report_prefills(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Record in how many `seconds` the engine computed parts of prompts together, for the arbiter.
+        """Take in how long the engine computed parts of prompts together, for the arbiter; invalid values are ignored.
 
-        Each of `parts` is the position in its prompt of the first computed token, and the number of tokens. Invalid
-        values are ignored.
+        Parameters
+        ----------
+        parts : sequence of (int, int)
+            Of each, the position in its prompt of the first token that was computed, and how many were.
+        seconds : float
+            The time of all parts together.
         """
         if self.arbiter is not None:
             self.arbiter.prefill.record_together(parts, seconds)

@@ -181,8 +181,15 @@ class LinkRate:
 class PrefillRate:
     """How fast the engine computes a prompt, given or learned.
 
-    `tokens_per_s` is a rate at any position of a prompt, or a mapping of positions to rates. None: it is learned from
-    `record`. ValueError: a rate or position is out of range.
+    Parameters
+    ----------
+    tokens_per_s : float or mapping of int to float, optional
+        Tokens per second, at any position or at these positions of a prompt. None: learned from `record`.
+
+    Raises
+    ------
+    ValueError
+        A rate or position is out of range.
     """
 
     def __init__(self, tokens_per_s: float | Mapping[int, float] | None = None) -> None:

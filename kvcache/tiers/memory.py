@@ -30,10 +30,20 @@ class MemoryOptions(Options):
 
 
 class MemoryTier(JobTier):
-    """Keep `num_blocks` blocks in this process's memory, which is taken as they are first written.
+    """Keep blocks in this process's memory.
 
-    `host_blocks` is the pool, uint8 or int8, shape (num_blocks, block_bytes). The `codec` encodes blocks, the
-    `cache_policy` selects victims, and `num_threads` batches are copied at the same time.
+    Parameters
+    ----------
+    num_blocks : int
+        Blocks that it holds; the memory is taken as they are first written.
+    host_blocks : numpy.ndarray
+        The pool, uint8 or int8, shape (num_blocks, block_bytes).
+    codec : Codec, optional
+        Encodes the blocks.
+    cache_policy : str or type
+        Which block is evicted when it is full.
+    num_threads : int
+        Batches that are copied at the same time.
     """
 
     options_type = MemoryOptions

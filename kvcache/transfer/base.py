@@ -20,12 +20,24 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a job and return before it ends; return whether `get_finished` will return it: False if it is refused.
+        """Start a job and return before it ends.
 
-        `job_id` identifies the job until then. `spec` is the source and the destination, which may be reused as soon as
-        the call returns.
+        Parameters
+        ----------
+        job_id : int
+            Identifies the job until `get_finished` has returned it.
+        spec : tuple of (LoadStoreSpec, LoadStoreSpec)
+            Source and destination; may be reused as soon as the call returns.
 
-        ValueError: the specs do not fit the geometry or each other, or the id is in use; no byte has moved.
+        Returns
+        -------
+        bool
+            True: `get_finished` will return the job. False: the handler refuses the job.
+
+        Raises
+        ------
+        ValueError
+            The specs do not fit the geometry or each other, or the id is in use; no byte has moved.
         """
 
     @abstractmethod

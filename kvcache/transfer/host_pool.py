@@ -130,9 +130,12 @@ class HostPool:
         self._want(self.num_bytes if pins else self.touched_bytes)
 
     def note_use(self, block_ids: npt.NDArray[Any]) -> None:
-        """Touch the memory up to a piece behind the copied blocks in the background, if that has not been done.
+        """Touch the memory up to a piece behind the blocks in use in the background, if that has not been done.
 
-        `block_ids` are int64.
+        Parameters
+        ----------
+        block_ids : numpy.ndarray of int64
+            Blocks that are being copied.
         """
         if self._wanted_bytes < self.num_bytes and len(block_ids):
             self._want((int(block_ids.max()) + 1) * self.stride_bytes + self.piece_bytes)

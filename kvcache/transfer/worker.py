@@ -36,6 +36,8 @@ class _Tally:
 class OffloadingWorker:
     """Route jobs to handlers by source and destination medium.
 
+    Notes
+    -----
     The exception of a handler is logged; it affects neither the engine's thread nor the jobs of other handlers. Its own
     jobs stay in flight until it reports them, because their memory may still be in use.
     """
@@ -61,7 +63,10 @@ class OffloadingWorker:
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a job on the handler of its media; see `OffloadingHandler.transfer_async`.
 
-        ValueError: no handler moves blocks between these media, or the handler refuses the job.
+        Raises
+        ------
+        ValueError
+            No handler moves blocks between these media, or the handler refuses the job.
         """
         source, destination = checked_pair(spec)
         kind = (source.medium(), destination.medium())

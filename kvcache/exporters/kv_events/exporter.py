@@ -62,10 +62,21 @@ class PublisherStats:
 class KVEventExporter(Exporter):
     """Follow an engine's manager and publish its KV events (`KVEventPublisher.follow`).
 
-    It cannot be used if the engine takes the events itself, as vLLM's connector does when its own KV events are on. The
-    label ``rank`` of `telemetry` is added to the endpoints' TCP ports, as vLLM does. The `options` are the fields of
-    `KVEventOptions`. ValueError: an option is bad, or the manager keeps no events. OSError: an endpoint cannot be
-    bound.
+    It cannot be used if the engine takes the events itself, as vLLM's connector does when its own KV events are on.
+
+    Parameters
+    ----------
+    telemetry : Telemetry
+        Of a manager that keeps events. Its label ``rank`` is added to the endpoints' TCP ports, as vLLM does.
+    options : mapping
+        The fields of `KVEventOptions`.
+
+    Raises
+    ------
+    ValueError
+        An option is bad, or the manager keeps no events.
+    OSError
+        An endpoint cannot be bound.
     """
 
     needs_events = True

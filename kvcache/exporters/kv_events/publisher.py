@@ -139,9 +139,15 @@ class KVEventPublisher:
 
         `manager` is a CPUOffloadingManager, TieredOffloadingManager or other owner of a BlockPool, made with
         ``enable_events=True``. Events that wait in it are sent first. Its `take_events` returns nothing from now on.
-        Blocks of requests with a `ReqContext.prompt` are described. ValueError: the manager records no events, another
-        publisher follows it, or this one has followed a manager before.
+        Blocks of requests with a `ReqContext.prompt` are described.
 
+        Raises
+        ------
+        ValueError
+            The manager records no events, another publisher follows it, or this one has followed a manager before.
+
+        Notes
+        -----
         Events wait in the manager, at most `EventLog.max_keys` keys of them. Beyond that the oldest ones are dropped,
         and the publisher announces that everything was cleared.
         """

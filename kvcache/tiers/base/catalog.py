@@ -39,10 +39,18 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TierContents:
-    """The blocks that `open` found in a tier of `num_blocks` slots.
+    """The blocks that `open` found.
 
-    The blocks of `keys`, each once, least recently used first, lie in `slots`. `last_seq` is the largest sequence
-    number of a block so far; the next store gets the one after it.
+    Parameters
+    ----------
+    num_blocks : int
+        Slots of the tier.
+    keys : list of bytes
+        The blocks in the tier, each once, least recently used first.
+    slots : sequence of int
+        Their slots.
+    last_seq : int
+        The largest sequence number of a block so far; the next store gets the one after it.
     """
 
     num_blocks: int

@@ -48,16 +48,36 @@ class Codec(Configurable, ABC):
 
     @abstractmethod
     def encode(self, block: memoryview, target: memoryview) -> int:
-        """Write the code of `block` to the start of `target`, `max_bytes` writable bytes, and return its length.
+        """Write a block's code to the start of `target`, and return its length.
 
-        The block is not changed. CannotEncodeError: it cannot be encoded into so many bytes.
+        Parameters
+        ----------
+        block : memoryview
+            A whole block; not changed.
+        target : memoryview
+            `max_bytes` writable bytes.
+
+        Raises
+        ------
+        CannotEncodeError
+            This block cannot be encoded into so many bytes.
         """
 
     @abstractmethod
     def decode(self, code: memoryview, block: memoryview) -> None:
-        """Decode `code`, a result of `encode` whose checksum was verified, into a whole writable `block`.
+        """Decode `code` into `block`.
 
-        ValueError: `code` is not a code.
+        Parameters
+        ----------
+        code : memoryview
+            A result of `encode`, its checksum verified.
+        block : memoryview
+            A whole block, writable.
+
+        Raises
+        ------
+        ValueError
+            `code` is not a code.
         """
 
     def encode_named(self, name: bytes, block: memoryview, target: memoryview) -> int:

@@ -34,8 +34,14 @@ class Fp8Options(Options):
 class Fp8Codec(Codec):
     """Round values to e4m3, with a float32 scale per group.
 
-    A block of `block_bytes` (0: not known yet) is a whole number of groups. `dtype` is that of the KV cache:
-    ``"bfloat16"``, ``"float16"`` or ``"float32"``. The values of a `group` share a scale.
+    Parameters
+    ----------
+    block_bytes : int
+        Bytes of a block; a whole number of groups. 0: not known yet.
+    dtype : str
+        Of the KV cache: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+    group : int
+        Values that share a scale.
     """
 
     options_type = Fp8Options

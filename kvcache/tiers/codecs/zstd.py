@@ -30,8 +30,14 @@ class ZstdOptions(Options):
 class ZstdCodec(Codec):
     """Compress blocks with zstd.
 
-    A block has `block_bytes`. `level` is 1 (fast) to 22. A code may take the `share` of a block's size; the tier saves
-    the rest for each block.
+    Parameters
+    ----------
+    block_bytes : int
+        Bytes of a block.
+    level : int
+        1 (fast) to 22.
+    share : float
+        Share of a block's size that a code may take; the tier saves the rest for each block.
     """
 
     options_type = ZstdOptions
