@@ -15,6 +15,7 @@ from itertools import islice
 from operator import index
 from typing import Any, TypeVar
 
+from kvcache.keys import GROUP_PART
 from kvcache.options import check_int
 
 _logger = logging.getLogger(__name__)
@@ -245,6 +246,13 @@ class ReqContext:
     def get_offload_key_position(self, key: bytes) -> int | None:
         """Return where in the prompt a key's block ends, in tokens, or None if unknown."""
         return None if self.positions is None else self.positions.get(key)
+
+
+def path_after(positions: dict[bytes, int], num_old: int, group: bytes, block_tokens: int) -> list[bytes]:
+    """Return the path of a KV-cache group, as far as it is not among the first `num_old` keys with a position."""
+    newest = list(islice(reversed(positions.items()), len(positions) - num_old))
+    # Positions within a block are those of states that an engine looks for between blocks.
+    return [key for key, end in newest[::-1] if key[GROUP_PART] == group and end % block_tokens == 0]
 
 
 _HINT_FIELDS = {field.name: None for field in fields(Retention)}

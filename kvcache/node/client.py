@@ -78,9 +78,10 @@ def greeting(
 class NodeManager(LastLookUp, OffloadingManager):
     """A scheduler's manager over the pool in a folder, with `hello` from `greeting`.
 
-    If the model has several KV-cache groups, a look-up holds all ready blocks of a prompt. A call waits for the owner
-    for `patience_s`. With `starts_owner`, an owner is started if none serves the folder. `lookup`, `prepare_load` and
-    `prepare_store` raise ValueError without a request. Keys have one length of at most 36 bytes; others are not stored.
+    If the model has several KV-cache groups, a look-up holds all ready blocks of a prompt. If their windows are in the
+    greeting, `prepare_load` releases those that it does not name. A call waits for the owner for `patience_s`. With
+    `starts_owner`, an owner is started if none serves the folder. `lookup`, `prepare_load` and `prepare_store` raise
+    ValueError without a request. Keys have one length of at most 36 bytes; others are not stored.
     ValueError: the pool refuses this engine, and the message names each difference.
     """
 
@@ -93,7 +94,9 @@ class NodeManager(LastLookUp, OffloadingManager):
     ) -> None:  # fmt: skip
         self._link = Link(folder, hello, starts_owner, patience_s)
         self._is_hybrid = num_groups > 1
-        self._asks_tiers = num_groups > 1 and bool(hello["options"].get("tiers"))
+        self.asks_tiers = num_groups > 1 and bool(hello["options"].get("tiers"))
+        windows = hello["identity"].get("group_windows")
+        self.path_group: int | None = None if windows is None else windows.index(None)
         self.block_size = int(hello["identity"]["block_size"])
         self.num_blocks = int(hello["identity"]["num_blocks"])
         self._prompts: dict[ReqContext, Prompt] = {}
@@ -140,6 +143,8 @@ class NodeManager(LastLookUp, OffloadingManager):
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> CPULoadStoreSpec:
         prompt, keys = self._prompt(req_context), as_key_list(keys)
         spec = prompt.held.load_spec(keys)
+        if self.path_group is not None and req_context is not None:
+            prompt.use(self._link, req_context.positions, keys, spec.block_ids.astype("<i4").tobytes())
         prompt.num_loads += 1
         self._counts["loaded_blocks"] += len(keys)
         self._counts["needed_blocks"] += len(keys)
@@ -162,6 +167,8 @@ class NodeManager(LastLookUp, OffloadingManager):
         if prompt.held.keys and not prompt.num_loads:
             # The request computes its blocks, so it loads no more of them.
             prompt.release(self._link)
+        if self.path_group is not None and req_context is not None:
+            prompt.use(self._link, req_context.positions, [], b"")
         answer = None
         with suppress(ValueError):
             payload, num_bytes = pack_keys(keys)[1:]
@@ -224,6 +231,11 @@ class NodeManager(LastLookUp, OffloadingManager):
     def reorder(self, req_context: ReqContext) -> None:
         """Done by the owner with each store."""
 
+    def note_found(self, req_context: ReqContext, end_token: int) -> None:
+        """Record where the leading run of blocks without a window ends that memory and tiers hold."""
+        prompt = self._prompt(req_context)
+        prompt.found_tokens = max(prompt.found_tokens, end_token)
+
     def states(self, keys: Collection[bytes]) -> bytes:
         """Return 0 for each key: the states of blocks are the owner's."""
         return bytes(len(keys))
@@ -257,7 +269,7 @@ class NodeManager(LastLookUp, OffloadingManager):
 
     def _open(self, req_context: ReqContext) -> Prompt:
         self._last_number = self._last_number % 0x7FFFFFFF + 1
-        prompt = self._prompts[req_context] = Prompt(self._last_number, self._is_hybrid, self._asks_tiers)
+        prompt = self._prompts[req_context] = Prompt(self._last_number, self._is_hybrid, self.asks_tiers)
         if req_context.retention is not None or req_context.kv_transfer_params is not None:
             hint = self._hints.of(req_context)
             if hint is not None:

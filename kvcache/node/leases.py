@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvcache.node import protocol
 from kvcache.node.batch import count_leases
 from kvcache.node.ledger import OWNER, Ledger, PoolLedger
 from kvcache.node.protocol import EPOCH_BYTES, Frame, pack, unpack_json, unpack_keys, unpack_slots
-from kvcache.request import ReqContext, Retention, parse_hint
+from kvcache.request import ReqContext, Retention, parse_hint, path_after
 from kvcache.tiering.manager import TieredOffloadingManager
 
 MAX_SHARE = 0.5
@@ -35,14 +36,17 @@ class Lease:
         self.keys: list[bytes] = []
         # Keys and end positions that are not in the context yet. Most policies need them after the answer, if at all.
         self.unread_ends: list[tuple[list[bytes], np.ndarray[Any, Any]]] = []
+        # For several groups with windows: the path was used for the positions before this one.
+        self.num_path_positions = 0
         self.held_keys: list[bytes] = []
         self.held_slots: np.ndarray[Any, Any] = np.empty(0, np.int64)
 
     def read_ends(self) -> ReqContext:
         """Return the context with all end positions that have arrived."""
         for keys, ends in self.unread_ends:
-            positions = dict(zip(keys, ends.tolist(), strict=True))
-            self.context.set_offload_key_positions({**(self.context.positions or {}), **positions})
+            positions = self.context.positions or {}
+            positions.update(zip(keys, ends.tolist(), strict=True))
+            self.context.set_offload_key_positions(positions)
         self.unread_ends.clear()
         return self.context
 
@@ -95,6 +99,9 @@ class NodeLeases:
         self._reserve = max(1, self.num_slots // 16)
         # Whether end positions are needed before the answer to a look-up. Otherwise they are read after it.
         self._reads_ends = manager.pool.policy.reads_clock or isinstance(manager, TieredOffloadingManager)
+        windows = manager.pool.configuration().get("group_windows")
+        # The group whose keys are the path of a request, if the policy knows the windows of the others.
+        self._path_group = None if windows is None else windows.index(None).to_bytes(4, "big")
         self._hooks = PoolLedger(manager.pool, ledger)
         # Per epoch that no engine has any more: from which slot on its blocks must still be searched.
         self._left: dict[bytes, int] = {}
@@ -133,6 +140,7 @@ class NodeLeases:
                 self._restore(engine, request, np.array(reads, np.int64))
         for lease in before.values():
             self._release(engine, lease)
+            self.manager.on_request_finished(lease.context)
         kept = {*writes}
         self._end_stores(engine, [slot for slot in engine.writing if slot not in kept], None, False)
 
@@ -144,6 +152,11 @@ class NodeLeases:
         engine.begin(epoch, is_reset)
         for lease in engine.leases.values():
             lease.keys.clear()
+            if epoch != last_epoch:
+                # The request's prompt consists of other keys from now on.
+                self.manager.on_request_finished(lease.context)
+                lease.context, lease.num_path_positions = ReqContext(retention=lease.context.retention), 0
+                lease.unread_ends.clear()
         self._leave(last_epoch)
         self._left.pop(epoch, None)
 
@@ -195,7 +208,10 @@ class NodeLeases:
             lease = self._extend(engine, frame, 0)
             del engine.leases[request]
             self._release(engine, lease)
-            self.manager.on_request_finished(lease.read_ends(), use_positions=bool(frame.flag))
+            context = lease.read_ends() if lease.num_path_positions else self._use_path(lease)
+            self.manager.on_request_finished(context, use_positions=self._path_group is None and bool(frame.flag))
+        elif op == protocol.USE and self._path_group is not None:
+            self._use(engine, frame)
         elif op == protocol.LATE:
             engine.num_outages += 1
             if frame.flag:
@@ -241,17 +257,58 @@ class NodeLeases:
             ready = [key for key in ready if key not in held]
         room = self._room(engine)
         if len(ready) > room:
+            by_position = ready
+            if frame.flag == protocol.HYBRID:
+                # Blocks without a window are useless without the windows behind them.
+                positions = lease.read_ends().positions or {}
+                by_position = sorted(ready, key=lambda key: positions.get(key, 0))
             # A block that another request of the engine holds already needs no room.
-            is_new = engine.counts[self.manager.pool.locate(ready)] == 0
+            is_new = engine.counts[self.manager.pool.locate(by_position)] == 0
             num_fit = int(np.count_nonzero(np.cumsum(is_new) <= room))
-            ready, state = ready[:num_fit], state if num_fit == len(ready) else ABSENT
+            kept, state = {*by_position[:num_fit]}, state if num_fit == len(ready) else ABSENT
+            ready = [key for key in ready if key in kept]
         if not ready:
             return pack(protocol.HELD, state, frame.request, struct.pack("<I", 0))
-        slots = self.manager.prepare_load(ready, lease.context).block_ids  # type: ignore[attr-defined]
+        if self._path_group is None:
+            spec = self.manager.prepare_load(ready, lease.context)
+        else:
+            # The engine loads a part of the blocks only, and USE names it.
+            spec = self.manager.pool.pin(ready, is_move=True)
+        slots = spec.block_ids  # type: ignore[attr-defined]
         num_shared = self._hold(engine, lease, ready, slots)
         engine.num_shared_hits += num_shared
         payload = struct.pack("<I", num_shared) + _slots_of(asked, ready, slots)
         return pack(protocol.HELD, state, frame.request, payload)
+
+    def _use_path(self, lease: Lease) -> ReqContext:
+        """Return the context of a request; if the policy knows windows, use the keys that its path has gained."""
+        context = lease.read_ends()
+        positions, num_old = context.positions or {}, lease.num_path_positions
+        if self._path_group is not None and len(positions) > num_old:
+            lease.num_path_positions = len(positions)
+            self.manager.touch(path_after(positions, num_old, self._path_group, self.manager.block_size), context)
+        return context
+
+    def _use(self, engine: EngineLeases, frame: Frame) -> None:
+        """Use the path of a request and the blocks that it loads, and release the others. ValueError: it is invalid."""
+        found_tokens, num_loaded = struct.unpack_from("<II", frame.payload)
+        loaded = np.frombuffer(frame.payload, "<i4", num_loaded, 8)
+        lease = self._extend(engine, frame, 8 + loaded.nbytes)
+        keys, slots = lease.held_keys, lease.held_slots
+        is_loaded = np.isin(slots, loaded)
+        if np.count_nonzero(is_loaded) < num_loaded:
+            raise ValueError(f"the engine does not read each of slots {loaded.tolist()}, once")
+        self.manager.pool.note_found(lease.context, found_tokens)
+        self._use_path(lease)
+        if num_loaded:
+            lease.held_keys, lease.held_slots = [*compress(keys, is_loaded)], slots[is_loaded]
+            # The load's own references, before those of the look-up end.
+            self.manager.prepare_load(lease.held_keys, lease.context)
+            self._count(engine, slots[~is_loaded], -1)
+            self.manager.pool.unpin(keys)
+            if isinstance(self.manager, TieredOffloadingManager):
+                # The policy decides now which of the loaded blocks stay: the request may never store any.
+                self.manager.prepare_store([], lease.context)
 
     def _room(self, engine: EngineLeases) -> int:
         """Return how many more slots an engine may hold or write: at most half of the pool in all.
@@ -274,6 +331,7 @@ class NodeLeases:
             # A part of the store is enough: its end returns the slots from before the reset.
             keys = keys[:room]
         if keys and len(keys) <= room:
+            self._use_path(lease)
             self._hooks.writer = engine.number
             try:
                 output = self.manager.prepare_store(keys, lease.context)

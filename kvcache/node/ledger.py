@@ -234,6 +234,7 @@ class PoolLedger:
         self._pool = pool
         self.writer = OWNER
         self._pending: dict[bytes, int] = {}
+        self._frees_slots = hasattr(pool.policy, "free_slots")
         if ledger.is_recovered:
             self._recover()
         Watch.of(pool).add(self)
@@ -272,6 +273,9 @@ class PoolLedger:
 
     def _reserve(self, method: Callable[..., Any], *args: Any, **options: Any) -> PrepareStoreOutput | None:
         output: PrepareStoreOutput | None = method(*args, **options)
+        if output is not None and output.evicted_keys and self._pool.num_free and self._frees_slots:
+            # The store has not taken the slots of all blocks that it evicted.
+            self._ledger.state[self._pool.policy.free_slots(len(output.evicted_keys))] = ABSENT
         if output is not None and output.keys_to_store:
             slots = output.store_spec.block_ids  # type: ignore[attr-defined]
             self._ledger.begin(slots, output.keys_to_store, self.writer)

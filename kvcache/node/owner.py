@@ -66,7 +66,9 @@ class NodePool:
         self._paths = pool_path, ledger_path = folder / "pool", folder / "ledger"
         sizes = {name: identity[name] for name in ("num_blocks", "block_bytes", "block_size")}
         num_blocks, block_bytes = sizes["num_blocks"], sizes["block_bytes"]
-        settings = OffloadSettings.parse_part(options)
+        # A service does not know its engines' windows, so these are not among the options. Tiers do not depend on them.
+        settings = OffloadSettings.parse_part({**options, "group_windows": identity.get("group_windows")})
+        fingerprint = {name: value for name, value in identity.items() if name != "group_windows"}
         reason, old_identity, self.processes = read_ledger(ledger_path)
         if not reason and (problems := differences(old_identity, self.identity)):
             # Living engines map the old memory and would read the blocks of another model from it.
@@ -92,7 +94,7 @@ class NodePool:
             self.ledger.drop_dead(engines)
             shared = self.shared if settings.tiers else None
             labels = {"engine": folder.name}
-            self.manager = open_manager(settings, **sizes, shared=shared, fingerprint=self.identity, labels=labels)
+            self.manager = open_manager(settings, **sizes, shared=shared, fingerprint=fingerprint, labels=labels)
             self.has_tiers = isinstance(self.manager, TieredOffloadingManager)
             stack.callback(self.close)
             self.leases = NodeLeases(self.manager, self.ledger)

@@ -61,6 +61,8 @@ class Prompt:
         # The state of the block at `end` while the request waits for it, and the time since which it waits.
         self.coming: int = PENDING
         self.since_s = 0.0
+        self.found_tokens = 0
+        """Where the leading run of blocks without a window ends that memory and tiers hold."""
 
     def status(self, key: bytes) -> int | None:
         """Return the state of a key as of the owner's last answer, or None if the owner must be asked."""
@@ -120,6 +122,18 @@ class Prompt:
         if self.phase is not Phase.NEW:
             link.tell(protocol.RELEASE, 0, self.number)
         self.forget()
+
+    def use(self, link: Link, positions: dict[bytes, int] | None, keys: list[bytes], slots: bytes) -> None:
+        """Report a load of held blocks, or before a store new positions. A load releases the other blocks."""
+        payload, num_bytes = b"", 0
+        with suppress(ValueError):
+            payload, num_bytes = self._unsent_keys(positions or {})
+        if keys:
+            self.held.clear()
+            self.held.add(keys, slots)
+        if keys or payload:
+            head = struct.pack("<II", self.found_tokens, len(keys))
+            link.tell(protocol.USE, 0, self.number, head + slots + payload, num_bytes)
 
     def forget(self) -> None:
         """Ask the owner again at the next look-up."""

@@ -31,7 +31,7 @@ HEAD = struct.Struct("<IBBHI")
 """The length of what follows this field, operation, flag, bytes of one key, the client's number of the request."""
 MAX_FRAME_BYTES = 64 << 20
 HELLO, WELCOME, REFUSED, OPEN, ACQUIRE, HELD, RELEASE = range(1, 8)
-OFFER, SLOTS, STORED, END, RESET, STATS, DONE, LATE = range(8, 16)
+OFFER, SLOTS, STORED, END, RESET, STATS, DONE, LATE, USE = range(8, 17)
 MAX_HELLO_BYTES = 1 << 20
 """Limit of a greeting without leases."""
 _MAX_JSON_BYTES = 64 << 10

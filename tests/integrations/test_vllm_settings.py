@@ -121,7 +121,6 @@ def test_read_settings_refuses_invalid_settings(extra_config, message):
         ({"pool_folder": "/no/such"}, "pool_folder must be a folder in shared memory, got '/no/such'"),
         ({"node_pool": True, "tiers": [{**DISK, "path": "kv/{dp_rank}"}]}, "one tier serves all engines; leave"),
         ({"node_pool": True, "pool_folder": "/dev/shm"}, "leave 'pool_folder' out"),
-        ({"node_pool": True, "group_windows": [None, 2]}, "'group_windows' does not work with 'node_pool'"),
     ],
 )
 def test_read_settings_refuses_invalid_disk_tiers(extra_config, message):

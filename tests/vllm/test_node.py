@@ -57,7 +57,7 @@ def test_pool_of_fixed_name_accepts_versions(monkeypatch, name, num_pools):
                 parallel=SimpleNamespace(data_parallel_index=0, world_size=1),
                 extra_config={"tiers": [{"type": "disk", "path": "/kv/{model}", "capacity": "1GiB"}]},
             ),
-            settings=SimpleNamespace(weights_version=None, cache_policy="lru"),
+            settings=SimpleNamespace(weights_version=None, cache_policy="lru", group_windows=None),
             copies=SimpleNamespace(spec_type=None),
             node_pool=name,
             num_blocks=8,
@@ -134,21 +134,28 @@ def test_worker_of_vllm_joins_pool(boot, models, prompts, expected, pool, monkey
 
 
 @pytest.mark.slow
-def test_grouped_model_hits_as_in_private(boot, models, prompts, pool):
-    pool = {**pool, "cpu_bytes_to_use": 64 << 20}
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
+def test_grouped_model_hits_as_in_private(boot, models, prompts, pool, policy):
+    """Of two engines over one pool, the second one begins with the second round."""
+    pool = {**pool, "cpu_bytes_to_use": 64 << 20, "cache_policy": policy}
     private = {name: value for name, value in pool.items() if name != "node_pool"}
     options = {"num_gpu_blocks_override": 300, "disable_hybrid_kv_cache_manager": False}
     answers = []
-    for extra_config in (private, pool):
-        with boot(models["hybrid"], extra_config, **options) as engine:
-            rounds = [engine.ask(prompts)]
-            for _ in range(2):
-                engine.drop_device_cache()
-                rounds.append(engine.ask(prompts))
-            answers.append(rounds)
-            if "node_pool" in extra_config:
-                end_owner(engine)
+    for extra_config, engine_rounds in ((private, [3]), (pool, [1, 2])):
+        rounds = []
+        for num_rounds in engine_rounds:
+            with boot(models["hybrid"], extra_config, **options) as engine:
+                for _ in range(num_rounds):
+                    rounds.append(engine.ask(prompts))
+                    engine.drop_device_cache()
+                if "node_pool" in extra_config:
+                    assert (engine.manager._manager.path_group is None) == (policy == "lru")
+                    if len(rounds) == 3:
+                        end_owner(engine)
+        answers.append(rounds)
     assert answers[0] == answers[1]
+    # The last prompt token is computed again, and before it a part of a block.
+    assert answers[0][2][1] == [1024] * 3
 
 
 @pytest.mark.slow

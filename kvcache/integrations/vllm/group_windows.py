@@ -5,9 +5,41 @@ vLLM 0.33 names them in the configuration of a spec. Before, only the scheduler 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
+
+
+def described_groups(config: Any) -> Sequence[Any]:
+    """Return the groups of vLLM's `OffloadingConfig` with their windows and drafters, also in a worker.
+
+    The connector that makes a spec has them: a local variable of a caller. ValueError: no caller is a connector.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and not hasattr(frame.f_locals.get("kv_cache_config"), "kv_cache_groups"):
+        frame = frame.f_back
+    if frame is None:
+        raise ValueError("vLLM does not show them to a worker")
+    caches = [frame.f_locals["kv_cache_config"].kv_cache_groups[group.group_id] for group in config.groups]
+
+    def window_of(group: Any, cache: Any) -> Any:
+        if hasattr(group, "sliding_window_size_in_chunks"):
+            return group.sliding_window_size_in_chunks
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+        tokens = group.tokens_per_block * config.cache.blocks_per_chunk
+        return scheduler.get_sliding_window_size_in_chunks(cache.kv_cache_spec, tokens)
+
+    return [
+        SimpleNamespace(
+            group_id=group.group_id,
+            tokens_per_block=group.tokens_per_block,
+            is_eagle_group=cache.is_eagle_group,
+            sliding_window_size_in_chunks=window_of(group, cache),
+        )
+        for group, cache in zip(config.groups, caches, strict=True)
+    ]
 
 
 def find_windows(groups: Sequence[Any], caller: FrameType | None = None) -> list[int | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
-from itertools import islice
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -28,8 +27,7 @@ from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.pool import BlockPool
 from kvcache.integrations.vllm.metrics import MetricsSource
 from kvcache.integrations.vllm.releases import Release
-from kvcache.keys import GROUP_PART
-from kvcache.request import ReqContext
+from kvcache.request import ReqContext, path_after
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.manager import TieredOffloadingManager
 
@@ -157,12 +155,9 @@ class KVCacheOffloadingManager(OffloadingManager):
         ours: EngineRequest = req_context.get_state(EngineRequest)
         positions = ours.positions or {}
         if self.path_group is not None and len(positions) > ours.num_path_positions:
-            group, tokens = self.path_group.to_bytes(4, "big"), self._manager.block_size
-            newest = list(islice(reversed(positions.items()), len(positions) - ours.num_path_positions))
+            group, num_old = self.path_group.to_bytes(4, "big"), ours.num_path_positions
             ours.num_path_positions = len(positions)
-            # Positions within a block are those of states that vLLM looks for between blocks.
-            path = [key for key, end in newest[::-1] if key[GROUP_PART] == group and end % tokens == 0]
-            self._manager.touch(path, ours)
+            self._manager.touch(path_after(positions, num_old, group, self._manager.block_size), ours)
         return ours
 
     def _engine_spec(self, spec: Any) -> Any:

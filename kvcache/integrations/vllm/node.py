@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvcache.assembly.assemble import OffloadSettings, open_exporters
+from kvcache.block import PENDING, READY
 from kvcache.control.telemetry import Telemetry
 from kvcache.epoch import without_weights
 from kvcache.exporters.status import StatusServer
@@ -61,6 +62,8 @@ def _greeting(spec: Any, block_tokens: int, vllm_config: Any, rank: int) -> tupl
     identity = {
         **model, "num_blocks": spec.num_blocks, "block_bytes": spec.block_bytes, "block_size": block_tokens,
     }  # fmt: skip
+    if spec.settings.group_windows is not None:
+        identity["group_windows"] = spec.settings.group_windows
     hello = greeting(
         f"{config.engine_id}-{parallel.data_parallel_index}",
         json.loads(json.dumps(identity, default=str)),
@@ -128,6 +131,8 @@ class NodeKVCacheOffloadingManager(KVCacheOffloadingManager):
     def __init__(self, manager: NodeManager, folder: Path) -> None:
         super().__init__(manager, installed_release())  # type: ignore[arg-type]
         self._node = manager
+        # The policy needs to know where the run of blocks that memory and tiers hold ends.
+        self._found_group = manager.path_group if manager.asks_tiers else None
         self._folder = folder
 
     def get_stats(self) -> Any:
@@ -138,7 +143,12 @@ class NodeKVCacheOffloadingManager(KVCacheOffloadingManager):
         return [f"one pool for all engines of this machine, {self._folder}", *self._node.found]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        return RESULTS[self._node.status(key, req_context.get_state(EngineRequest))]
+        ours = req_context.get_state(EngineRequest)
+        status = self._node.status(key, ours)
+        # There are at most 64 groups.
+        if key[-1] == self._found_group and status in (READY, PENDING):
+            self._node.note_found(ours, ours.get_offload_key_position(key) or 0)
+        return RESULTS[status]
 
     def _open_request(self, ours: EngineRequest) -> EngineRequest:
         # The owner keeps a request until its last copy has ended.

@@ -286,8 +286,6 @@ def _check_node(settings: OffloadSettings, extra_config: Mapping[str, Any]) -> N
     """Raise ValueError if options of one engine's own pool are set for a pool of all engines."""
     if "pool_folder" in extra_config:
         raise ValueError(f"the pool of a {NODE_POOL!r} lies in /dev/shm; leave 'pool_folder' out")
-    if settings.group_windows is not None:
-        raise ValueError(f"{GROUP_WINDOWS!r} does not work with {NODE_POOL!r}, got {list(settings.group_windows)}")
     for tier in settings.tiers:
         path = getattr(tier.options, "path", "")
         if "rank}" in path:
@@ -302,9 +300,10 @@ def node_options(
 ) -> dict[str, Any]:
     """Return the options of a node's owner, as JSON types: all engines of the node must have the same options.
 
-    ``{model}`` in the paths of tiers and of a recording is replaced by `model`.
+    ``{model}`` in the paths of tiers and of a recording is replaced by `model`. Windows are not among the options: a
+    service does not know its engines' model, so the windows identify the engine.
     """
-    names = OUR_KEYS - {"cpu_bytes_to_use", "pool_folder", "num_copy_threads", "weights_version"}
+    names = OUR_KEYS - {"cpu_bytes_to_use", GROUP_WINDOWS, "pool_folder", "num_copy_threads", "weights_version"}
     options = {name: deepcopy(extra_config[name]) for name in sorted(names) if extra_config.get(name) is not None}
     for part, key in [(options, "record"), *((tier, "path") for tier in options.get("tiers", ()))]:
         if isinstance(part.get(key), str):

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvcache.assembly.assemble import open_manager
 from kvcache.control.telemetry import MAX_LABEL_CHARS
 from kvcache.integrations.vllm.copies import Copies, EngineCopies, OwnCopies
-from kvcache.integrations.vllm.group_windows import find_windows
+from kvcache.integrations.vllm.group_windows import described_groups, find_windows
 from kvcache.integrations.vllm.identity import engine_config
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
@@ -72,6 +72,9 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         self.copies: Copies = (EngineCopies if has_engine_worker else OwnCopies)(self, config)
         self.num_blocks, self.block_bytes = self.copies.num_blocks, self.copies.block_bytes
         self._engine_config = engine_config()
+        if self.node_pool:
+            # Workers join the pool before the scheduler, and must name the same windows.
+            self._set_windows(None)
         self._manager: KVCacheOffloadingManager | None = None
         self._worker: Any = None
 
@@ -99,13 +102,15 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         if self.extra_config.get("cache_policy") not in (None, DEFAULT_POLICY):
             return
         try:
-            if self.node_pool:
-                raise ValueError("a pool of all engines needs every block")
-            windows = tuple(check_windows(find_windows(self.config.groups, caller)))
+            groups = described_groups(self.config) if self.node_pool else self.config.groups
+            windows = tuple(check_windows(find_windows(groups, None if self.node_pool else caller)))
             self.settings = replace(self.settings, cache_policy=DEFAULT_POLICY, group_windows=windows)
         except ValueError as error:
             policy = self.settings.cache_policy
-            logger.info("policy %s without group_windows, for %d groups of KV caches: %s", policy, num_groups, error)
+            text = "policy %s without group_windows, for %d groups of KV caches: %s"
+            # Workers have no caller.
+            if caller is not None:
+                logger.info(text, policy, num_groups, error)
 
     def get_worker(self, kv_caches: Any) -> Any:
         if self._worker is None:

@@ -170,6 +170,15 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             **GittinsCachePolicy.gauges(self), "lru_requests": self.lru_requests, "forced_blocks": self.forced_blocks,
         }
 
+    def free_slots(self, Py_ssize_t n):
+        """Return up to `n` free slots, first those that were freed last."""
+        cdef int32_t row = self.table.free_head
+        slots = []
+        while row != 0 and len(slots) < n:
+            slots.append(row - self.table.first)
+            row = self.table.rows[row].next
+        return slots
+
     @property
     def leave_first(self):
         """Keys that nothing needs, oldest first."""
