@@ -499,6 +499,33 @@ def test_random_requests_agree_with_twin(windows: list[int | None], in_parts: bo
             machine.end(draw.randrange(9), draw.random() < 0.2)
 
 
+def test_group_split_by_ageing_keeps_order() -> None:
+    machine = UnitsMachine()
+    machine.start(60, [None, 1], 0)
+    for _ in range(20):
+        machine.begin(-4, 1, 0, 0, "whole", 1, loads=False)
+    # One use moves 256 groups to their next bin, so that the 20 of one time age in two parts.
+    machine.offer(19)
+    for after_s in (3600, 0, 0, 0):
+        machine.begin(-4, 1, 0, after_s, "whole", 1, loads=False)
+    machine.offer(0)
+    assert len(machine.twin.listed) == 2
+
+
+def test_evicted_passing_anchor_is_no_boundary() -> None:
+    engine = Engine(8, [2, None, 1])
+    engine.policy.stores_all = True
+    context = engine.open([b"a"], 0)
+    windowed, anchor, state = (make_offload_key(b"a", group) for group in range(3))
+    engine.manager.prepare_store([windowed], context)
+    passing = [anchor, make_offload_key(b"b", 1), state]
+    engine.manager.reserve(passing, is_move=True)
+    engine.manager.commit(passing, is_move=True)
+    # The rule takes the state. Of the other two, the share has room for one.
+    assert engine.manager.prepare_store([state], context).evicted_keys == [anchor]
+    engine.policy.check()
+
+
 def end_jobs(engine: Engine, tier: ManualTier, draw: random.Random) -> None:
     """Let some of the tier's jobs end or fail, and end a step."""
     for job in list(tier.pending):

@@ -4,7 +4,7 @@ Compiled because every use creates, leaves and links groups, and up to 256 group
 """
 
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
@@ -387,8 +387,10 @@ cdef void _link_cohort(AgedGroups aged, int32_t cohort) noexcept nogil:
     cdef Queue* queue = &aged.queues[HOLDERS][cell]
     cdef int32_t prev = queue.last
     cdef int _step
+    cdef uint32_t number = aged.groups[aged.cohorts[cohort].groups[ALL].first].number
+    # By the oldest group: parts of one cohort, which aged in two calls, are of the same time.
     for _step in range(MOST_NEIGHBOURS):
-        if prev == 0 or aged.cohorts[prev].t0 <= aged.cohorts[cohort].t0:
+        if prev == 0 or <int32_t> (aged.groups[aged.cohorts[prev].groups[ALL].first].number - number) < 0:
             break
         prev = aged.cohorts[prev].prev[HOLDERS]
     insert(aged.cohorts, HOLDERS, queue, cohort, prev)

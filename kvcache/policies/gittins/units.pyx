@@ -202,7 +202,8 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef int32_t _row_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
         """Return the row of a key that is resident for the rule, or 0."""
         cdef int32_t row = names.row_now(self.table, place)
-        return row if self.table.rows[row].list_idx != PASSING else 0
+        cdef int list_idx = self.table.rows[row].list_idx
+        return row if list_idx != PASSING and list_idx != LEAVING else 0
 
     cdef Py_ssize_t _room(self) noexcept nogil:
         """Return how many more keys the rule may hold."""
