@@ -428,14 +428,14 @@ def check_int(name: str, value: object, least: int = 1, most: int | None = None)
 
 
 def check_windows(group_windows: object) -> list[int | None]:
-    """Return the windows of KV-cache groups as a list of ints >= 1, and None for the one group without a window."""
+    """Return the windows of KV-cache groups as a list of ints >= 1, and None for groups without a window."""
     if isinstance(group_windows, str | bytes) or not isinstance(group_windows, Sequence):
         raise ValueError(f"group_windows must be a list such as [null, 1], got {group_windows!r}")
     for window in group_windows:
         if window is not None:
             check_int("a window of group_windows", window)
-    if list(group_windows).count(None) != 1:
-        raise ValueError(f"exactly one group of group_windows must have no window (null), got {group_windows!r}")
+    if None not in group_windows:
+        raise ValueError(f"a group of group_windows must have no window (null), got {group_windows!r}")
     if len(group_windows) > MOST_KEY_GROUPS:
         raise ValueError(f"group_windows must name at most {MOST_KEY_GROUPS} groups, got {len(group_windows)}")
     return list(group_windows)

@@ -197,7 +197,7 @@ class OffloadSettings(Options):
     group_windows: tuple[int | None, ...] | None = option(
         _parse_windows,
         None,
-        when="a model has several groups of KV caches: the window of each in blocks, null for the group without one; "
+        when="a model has several groups of KV caches: the window of each in blocks, null for a group without one; "
         "only `gittins` has a rule for it, other policies refuse it",
     )
     store_threshold: int = option(

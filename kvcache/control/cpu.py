@@ -118,16 +118,17 @@ class CPUOffloadingManager(PoolManager):
     clock : callable
         Returns seconds of a monotonic clock. Read only after a request has given a retention hint.
     group_windows : sequence of int or None, optional
-        Window of each KV-cache group in blocks (Mamba: 1), by group index; None for the one group without a window. Set
-        it for `gittins` when a model has several groups, one of them without a window. Before the first `prepare_load`
-        or `prepare_store` of a request, its context must name the positions of the prompt, and `touch` its keys of that
-        group. Requests without positions, or with keys of an unknown group, are served by lru.
+        Window of each KV-cache group in blocks (Mamba: 1), by group index; None for a group without a window. Set it
+        for `gittins` when a model has several groups. Before the first `prepare_load` or `prepare_store` of a request,
+        its context must name the positions of the prompt, and `touch` its keys of the first group without a window.
+        Keys of the other such groups are evicted with them: offer both in one call. Requests without positions, or with
+        keys of an unknown group, are served by lru.
 
     Raises
     ------
     ValueError
         A size is not a positive int, the policy is unknown (the message lists the known policies), a window is no int
-        >= 1, not exactly one group has no window, or the policy has no rule for several groups.
+        >= 1, every group has a window, or the policy has no rule for several groups.
 
     Notes
     -----

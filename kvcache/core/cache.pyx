@@ -50,6 +50,9 @@ cdef enum:
 
 # Distinct keys of a store: all, absent ones, those that the gate keeps out, resident ones without a reference, and
 # those that are offered again; and the place of the last one.
+cdef enum:
+    MOST_GROUPS = 64            # keys of one position, which may leave together
+
 cdef struct Offer:
     Py_ssize_t num_offered
     Py_ssize_t num_new
@@ -509,7 +512,7 @@ cdef class BlockCache:
             if may_decline and names.uses == NULL:
                 names.track_uses()
             if self.policy.again_list >= 0:
-                batch.reserve(n + table.num_in_list[self.policy.again_list])
+                batch.reserve(n + table.num_in_list[self.policy.again_list] + MOST_GROUPS)
             names.resolve(table, keys, batch, True)
             names.read_positions(table, keys, batch)
             offer = self._pick(names, n, admitted)

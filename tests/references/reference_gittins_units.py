@@ -49,6 +49,9 @@ class ReferenceUnits(ReferenceGittins):
         super().__init__(cache_capacity - self.share_slots)
         self.anchor_group = list(group_windows).index(None)
         self.windows = {group: window for group, window in enumerate(group_windows) if window is not None}
+        # The other groups without a window: their keys are stored and removed with the anchor.
+        self.companion_groups = [group for group, window in enumerate(group_windows) if window is None][1:]
+        self.num_full = 1 + len(self.companion_groups)
         self.needs: dict[bytes, int] = {}  # of each resident key that is no anchor: live boundaries whose set holds it
         self.boundaries: set[bytes] = set()
         self.leave_first: OrderedDict[bytes, None] = OrderedDict()
@@ -88,7 +91,8 @@ class ReferenceUnits(ReferenceGittins):
     def group_of_key(self, key: bytes) -> int:
         """Return the KV-cache group of a key, or -1 if it is unknown."""
         group = int.from_bytes(key[-4:], "big")
-        return group if len(key) > 4 and (group in self.windows or group == self.anchor_group) else -1
+        known = (self.anchor_group, *self.windows, *self.companion_groups)
+        return group if len(key) > 4 and group in known else -1
 
     def is_anchor(self, key: bytes) -> bool:
         return self.group_of_key(key) == self.anchor_group
@@ -100,7 +104,7 @@ class ReferenceUnits(ReferenceGittins):
             self.lru_requests += request.mode != "lru"
             request.mode = "lru"
         for key in new if not is_store else []:
-            if self.group_of_key(key) in self.windows and request.uses.positions is not None:
+            if self.group_of_key(key) not in (-1, self.anchor_group) and request.uses.positions is not None:
                 request.loaded = max(request.loaded, self.index_in(request, key) + 1)
         if request.mode == "lru":
             for key in reversed(new):
@@ -120,7 +124,21 @@ class ReferenceUnits(ReferenceGittins):
         return request.path.index(self.anchor_of(key))
 
     def load(self, request: Serving, hit: int) -> None:
-        self.use(request, request.path[:hit] + self.set_of(request.path, hit))
+        self.use(request, self.full(request.path[:hit]) + self.set_of(request.path, hit))
+
+    def full(self, path: list[bytes]) -> list[bytes]:
+        """Return the keys of all groups without a window, group by group."""
+        return path + [make_offload_key(key[:-4], group) for group in self.companion_groups for key in path]
+
+    def companions(self, anchor: bytes) -> list[bytes]:
+        """Return the resident keys that leave with an anchor."""
+        keys = self.full([anchor])[1:]
+        return [key for key in keys if key in self.needs and key not in self.leave_first and key not in self.failed]
+
+    def _trim(self) -> None:
+        capacity, self.cache_capacity = self.cache_capacity, self.cache_capacity // self.num_full
+        super()._trim()
+        self.cache_capacity = capacity
 
     @property
     def listed(self) -> Lists:
@@ -132,7 +150,7 @@ class ReferenceUnits(ReferenceGittins):
     def find_hit(self, path: list[bytes], prompt_tokens: int) -> tuple[int, list[int]]:
         limit = min(len(path), (prompt_tokens - 1) // TOKENS_PER_BLOCK)
         held = self.blocks.keys() | self.needs.keys() | self.in_share.keys()
-        full = next((i for i, key in enumerate(path[:limit]) if key not in held), limit)
+        full = next((i for i, key in enumerate(path[:limit]) if not held.issuperset(self.full([key]))), limit)
         hit = next(end for end in range(full, -1, -1) if held.issuperset(self.set_of(path, end)))
         return hit, [end for end in sorted({full, limit}) if end > hit]
 
@@ -150,7 +168,7 @@ class ReferenceUnits(ReferenceGittins):
     def offers(self, path: list[bytes], hit: int, ends: list[int]) -> list[bytes]:
         """Return the keys that an engine offers: those behind the hit, group by group."""
         windowed = dict.fromkeys(key for end in ends for key in self.set_of(path, end))
-        return path[hit:] + sorted(windowed, key=lambda key: key[-4:])
+        return self.full(path[hit:]) + sorted(windowed, key=lambda key: key[-4:])
 
     def offer(self, request: Serving, keys: list[bytes]) -> None:
         """Store the keys of one call that are worth it."""
@@ -187,8 +205,9 @@ class ReferenceUnits(ReferenceGittins):
                 self.move_ends(request, keys, candidates)
             if self.is_above_tier:
                 # A tier is never read for what host memory cannot hold at once.
-                most = max((end for end in request.ends if self.fits(request.path, end)), default=0)
-                most = most if len(request.path) + sum(self.windows.values()) > self.num_slots else len(request.path)
+                most = len(request.path)
+                if self.num_full * most + sum(self.windows.values()) > self.num_slots:
+                    most = max((end for end in request.ends if self.fits(request.path, end)), default=0)
                 candidates = [key for key in candidates if self.index_in(request, key) < most]
                 absent = [key for key in absent if self.index_in(request, key) < most]
             self.store(request, candidates, absent, most_victims)
@@ -289,6 +308,8 @@ class ReferenceUnits(ReferenceGittins):
         for i, key in enumerate(path):
             if key in absent and (i == 0 or path[i - 1] in self.blocks or path[i - 1] in new):
                 new[key] = (i, unit)
+            if key in self.blocks or key in new:
+                new |= {companion: (i, unit) for companion in self.full([key])[1:] if companion in absent}
             if unit < len(request.ends) and i + 1 == request.ends[unit]:
                 for needed in self.set_of(path, i + 1):
                     if needed in absent:
@@ -297,7 +318,7 @@ class ReferenceUnits(ReferenceGittins):
         return [(key, *place) for key, place in new.items()]
 
     def fits(self, path: list[bytes], end: int) -> bool:
-        return end + len(self.set_of(path, end)) <= self.num_slots
+        return self.num_full * end + len(self.set_of(path, end)) <= self.num_slots
 
     def store(self, request: Serving, candidates: list[bytes], absent: list[bytes], most_victims: int) -> None:
         path = request.path
@@ -311,6 +332,10 @@ class ReferenceUnits(ReferenceGittins):
         for key in kept:
             index = self.index_in(request, key)
             self.enter(key, path[index - 1] if index and self.is_anchor(key) else None)
+            if self.group_of_key(key) in self.companion_groups and self.anchor_of(key) in self.blocks:
+                self.needs[key] = 1
+            elif self.group_of_key(key) in self.companion_groups:
+                self.queue(key)
             if self.is_anchor(key):
                 self.group_of[key].resident[key] = None
         self.stored = [key for key in kept + passing if key in absent]
@@ -384,12 +409,17 @@ class ReferenceUnits(ReferenceGittins):
             if unit >= request.num_decided:
                 request.num_decided = unit + 1
                 need = self.num_absent(request, unit) - room
-                if need > 0 and not self.is_worth(request.path[new[start][1]], need - len(self.leave_first)):
+                queued = len(self.leave_first)
+                queued += (self.num_full - 1) * sum(key in self.group_of for key in self.leave_first)
+                num_anchors = max(0, need - queued + self.num_full - 1) // self.num_full
+                if need > 0 and not self.is_worth(request.path[new[start][1]], num_anchors):
                     request.mode = "declined"
                     break
             room += self.evict_blocks(stop - room)
             if room < stop:
                 request.mode = "declined"
+                while room > 0 and self.group_of_key(new[room][0]) in self.companion_groups:
+                    room -= 1
                 return room
             start = stop
         return start
@@ -399,7 +429,8 @@ class ReferenceUnits(ReferenceGittins):
         ends = request.ends[: unit + 1]
         stop = request.ends[unit] if unit < len(request.ends) else None
         needed = {key for end in ends for key in self.set_of(request.path, end)}
-        return sum(key not in self.needs for key in needed) + sum(key not in self.blocks for key in request.path[:stop])
+        num_anchors = sum(key not in self.blocks for key in request.path[:stop])
+        return sum(key not in self.needs for key in needed) + self.num_full * num_anchors
 
     def is_worth(self, anchor: bytes, n: int) -> bool:
         """Return whether an anchor is worth more than the cheapest three quarters of `n` listed anchors."""
@@ -421,18 +452,21 @@ class ReferenceUnits(ReferenceGittins):
                 for group in groups:
                     while group.resident:
                         tail = next(reversed(group.resident))
-                        if tail in self.named or self.kids[tail] > 0:
+                        if not self.is_idle(tail) or self.kids[tail] > 0:
                             break
                         self.give_up(tail)
                         got += self.evict_queued(n - got)
-                        if got == n:
+                        if got >= n:
                             return got
         return got
+
+    def is_idle(self, key: bytes) -> bool:
+        return self.named.isdisjoint([key, *(self.companions(key) if key in self.group_of else [])])
 
     def evict_queued(self, n: int) -> int:
         got = 0
         while got < n:
-            key = next((key for key in self.leave_first if key not in self.named), None)
+            key = next((key for key in self.leave_first if self.is_idle(key)), None)
             if key is None:
                 break
             del self.leave_first[key]
@@ -441,7 +475,12 @@ class ReferenceUnits(ReferenceGittins):
             if key in self.needs:
                 del self.needs[key]
                 continue
+            companions = self.companions(key)
             self.drop(key)
+            for companion in companions:
+                del self.needs[companion]
+            got += len(companions)
+            self.num_evicted += len(companions)
         return got
 
     def drop(self, anchor: bytes) -> None:
@@ -497,10 +536,14 @@ class ReferenceUnits(ReferenceGittins):
             if key in self.group_of:
                 self.group_of[key].resident.pop(key, None)
         self.failed = set(failed)
+        for anchor in [key for key in failed if key in self.group_of]:
+            for key in self.companions(anchor):
+                self.needs[key] = 0
+                self.queue(key)
         for end in request.ends if request.mode != "lru" else []:
             if request.path[end - 1] in self.boundaries:
                 has_set = all(key in self.needs and key not in failed for key in self.set_of(request.path, end))
-                if not has_set or not self.failed.isdisjoint(request.path[:end]):
+                if not has_set or not self.failed.isdisjoint(self.full(request.path[:end])):
                     self.give_up(request.path[end - 1])
         for key in failed:
             if key in self.boundaries:

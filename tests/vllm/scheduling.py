@@ -152,7 +152,7 @@ class ModelFreeEngine:
         self._transfers: list[tuple[int, int, str | None]] = []
         self._pending_stores: dict[int, Any] = {}
         self.loaded_blocks = 0
-        # Of the group without a window.
+        # Of the first group without a window.
         self.loaded_positions = 0
         self.num_preemptions = 0
         CLOCK.now_s = 0.0
@@ -262,7 +262,7 @@ class ModelFreeEngine:
                 raise AssertionError(f"host block {host_id} is of group {stored_group}, not {group}")
             self._device[group, block_id] = content
             self.loaded_blocks += 1
-            self.loaded_positions += self._windows[group] is None
+            self.loaded_positions += group == self._windows.index(None)
 
     def _runner_output(self, output: Any, flushed: set[int]) -> ModelRunnerOutput:
         req_ids = list(output.num_scheduled_tokens)

@@ -194,7 +194,7 @@ def test_reset_clears_boundaries_and_queue(make, windows):
     assert engine.calls == [(keys, keys) for keys in CALLS[windows]]
 
 
-@pytest.mark.parametrize("windows", [SLIDING, STATES, (3 * BLOCK_TOKENS, None, MAMBA)])
+@pytest.mark.parametrize("windows", [SLIDING, STATES, (3 * BLOCK_TOKENS, None, MAMBA), (None, 32, None)])
 def test_storm_of_aborts_failures_and_resets(make, windows):
     engine = make(windows, 50, transfer_steps=3)
     dice = random.Random(7)
@@ -221,7 +221,13 @@ def test_storm_of_aborts_failures_and_resets(make, windows):
 
 @pytest.mark.parametrize(
     ("windows", "expected"),
-    [(SLIDING, [None, 4]), (STATES, [1, None, 1]), ((24, None, MAMBA), [2, None, 1]), ((None,), None)],
+    [
+        (SLIDING, [None, 4]),
+        (STATES, [1, None, 1]),
+        ((24, None, MAMBA), [2, None, 1]),
+        ((None, 24, None), [None, 2, None]),
+        ((None,), None),
+    ],
 )
 def test_windows_are_those_of_vllms_connector(make, windows, expected):
     assert make(windows).manager._manager.telemetry.config.get("group_windows") == expected

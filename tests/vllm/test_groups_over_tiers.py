@@ -13,7 +13,8 @@ from kvcache.tiers.memory import MemoryTier
 
 SLIDING = (None, 4 * BLOCK_TOKENS)
 STATES = (MAMBA, None, MAMBA)
-MODELS = pytest.mark.parametrize("windows", [SLIDING, STATES], ids=["sliding", "states"])
+TWO_FULL = (None, 4 * BLOCK_TOKENS, None)
+MODELS = pytest.mark.parametrize("windows", [SLIDING, STATES, TWO_FULL], ids=["sliding", "states", "two full"])
 ENGINE = None
 
 
@@ -108,7 +109,7 @@ def test_small_memory_of_lru_stores_head(make):
     assert (engine.stats.rejected_stores, engine.stats.needed_blocks) == (10, 5 * 32 + 5 * 30)
 
 
-@pytest.mark.parametrize("windows", [SLIDING, STATES, (3 * BLOCK_TOKENS, None, MAMBA)])
+@pytest.mark.parametrize("windows", [SLIDING, STATES, TWO_FULL, (3 * BLOCK_TOKENS, None, MAMBA)])
 def test_storm_over_tier_keeps_invariants(make, windows):
     engine = make(windows, 50, transfer_steps=3)
     dice = random.Random(7)

@@ -18,6 +18,7 @@ cdef class GroupSets:
     cdef BlockTable table
     cdef int num_groups
     cdef int anchor_group
+    cdef int num_full                   # groups without a window: slots of an anchor with its companions
     cdef int32_t* windows               # [num_groups], in blocks; 0: no window
     cdef int32_t size                   # the sum of all windows
     cdef int32_t largest_window

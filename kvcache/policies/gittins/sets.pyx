@@ -38,6 +38,7 @@ cdef class GroupSets:
         windows = [min(window or 0, table.cache_capacity + 1) for window in group_windows]
         self.table = table
         self.num_groups = <int> len(windows)
+        self.num_full = <int> windows.count(0)
         self.anchor_group = <int> windows.index(0)
         self.size = sum(windows)
         self.largest_window = max(windows)

@@ -87,7 +87,8 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     The keys of the first group without a window are *anchors*: they have classes and ages. A boundary is an anchor at
     which a request can resume, because its *set*, the windowed keys just before its end, is resident. A stretch up to
     such an end is stored whole or declined. Keys that nothing needs any more leave first. Windowed keys have no value
-    of their own: they leave with their boundaries.
+    of their own: they leave with their boundaries. The keys of other groups without a window are an anchor's
+    *companions*: they are stored with it, leave with it, and count in slots.
 
     A request's first call must name the positions of its prompt's keys, and use its anchors. Without positions, or with
     a key of an unknown group or at no anchor's position (blocks of another size), sets cannot be found: such a request
@@ -116,6 +117,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef Py_ssize_t num_stored          # of the call in progress: leading new keys that the rule stores; the rest pass
     cdef Py_ssize_t most_victims
     cdef bint is_complete               # the call in progress has made its boundaries already
+    cdef Py_ssize_t num_queued_anchors
     cdef bint has_failed                # a failed store may have left other requests' boundaries incomplete
 
     def __cinit__(self, cache_capacity):
@@ -138,7 +140,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef void* block
         cdef Py_ssize_t num_slots = self.table.cache_capacity - self.spare_slots
         self.share_slots = max(1, num_slots // QUEUED_SHARE) if self.stores_all else 0
-        self.memory_size = MEMORY_FACTOR * (num_slots - self.share_slots)
+        self.memory_size = MEMORY_FACTOR * ((num_slots - self.share_slots) // self.sets.num_full)
         # A request may name passing keys that a call does not offer.
         n += self.table.num_in_list[PASSING]
         GittinsCachePolicy.reserve_policy(self, n)
@@ -212,6 +214,19 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         return max(0, self.table.cache_capacity - self.spare_slots - self.share_slots
                    - self.table.num_resident + self.table.num_in_list[PASSING])
 
+    cdef int32_t _companion(self, int32_t anchor, int group) noexcept nogil:
+        """Return the row of another group without a window at an anchor's position, which leaves with it, or 0."""
+        cdef int32_t row
+        if self.sets.windows[group] != 0 or group == self.sets.anchor_group:
+            return 0
+        row = self.sets.windowed_row(self.table.rows[anchor].key, group)
+        return row if self.table.rows[row].list_idx == WINDOWED else 0
+
+    cdef bint _is_companion(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
+        """Return whether a key is of another group without a window."""
+        cdef int group = -1 - names.uses[place].note
+        return self.sets.num_full > 1 and group >= 0 and self.sets.windows[group] == 0
+
     cdef bint _has_set(self, RequestKeys names, int32_t end) noexcept nogil:
         """Return whether the set of an end is resident."""
         cdef Py_ssize_t i
@@ -253,6 +268,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             return
         if list_idx == GROUPED:
             self._unlink(row)
+        self.num_queued_anchors += self._place_of(row).label != 0
         count_rows(self.table, list_idx, -1)
         count_rows(self.table, QUEUED, 1)
         self._append(self._place_of(row).label, row, QUEUED)
@@ -264,6 +280,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         self._unlink(row)
         count_rows(self.table, QUEUED, -1)
         if self._place_of(row).label != 0:
+            self.num_queued_anchors -= 1
             self._append(self._place_of(row).label, row, GROUPED)
             count_rows(self.table, GROUPED, 1)
         else:
@@ -427,7 +444,8 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             num_more = min(num_more, self.num_again + (
                 request.num_seen if progress.mode == NEW and progress.loaded > 0 else 0))
         self.most_victims = n + num_more
-        return num_more
+        # The last victim may be an anchor with its companions.
+        return num_more + self.sets.num_full - 1
 
     cdef Py_ssize_t _move_in(
         self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n, int32_t* victims, Py_ssize_t* num_victims
@@ -481,11 +499,11 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef int64_t most = -1, position, tokens = names.uses[names.head - 1].position if names.head != 0 else 0
         cdef Py_ssize_t i, num_slots = self.table.cache_capacity
         cdef int end
-        if tokens <= 0 or names.largest_position // tokens + self.sets.size <= num_slots:
+        if tokens <= 0 or self.sets.num_full * (names.largest_position // tokens) + self.sets.size <= num_slots:
             return
         for end in range(progress.num_ends):
             position = position_of(names, progress.ends[end])
-            if position // tokens + self.sets.read(names, progress.ends[end]) <= num_slots:
+            if self.sets.num_full * (position // tokens) + self.sets.read(names, progress.ends[end]) <= num_slots:
                 most = max(most, position)
         for i in range(n):
             if names.uses[self.candidates[i]].position > most:
@@ -699,10 +717,10 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef int64_t position
         cdef int unit
         for i in range(n):
-            if names.uses[places[i]].note >= 0:
+            if names.uses[places[i]].note >= 0 or self._is_companion(names, places[i]):
                 num_anchors += 1
                 if anchor == 0 or names.uses[places[i]].position < position_of(names, anchor):
-                    anchor = <int32_t> places[i] + 1
+                    anchor = self.sets.neighbour(names, <int32_t> places[i] + 1, self.sets.anchor_group)
         for unit in range(progress.num_ends + 1):
             position = position_of(names, progress.ends[unit]) if unit < progress.num_ends else INT64_MAX
             while num_anchors != 0 and anchor != 0 and position_of(names, anchor) <= position:
@@ -712,12 +730,26 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                     if before == 0 or before == last or self._row_of(names, before - 1) != 0:
                         self._add_new(names, anchor - 1, anchor, unit, False)
                         last = anchor
+                if self.sets.num_full > 1 and (last == anchor or self._row_of(names, anchor - 1) != 0):
+                    num_anchors -= self._add_companions(names, anchor, unit)
                 anchor = anchor_after(names, anchor)
             if unit < progress.num_ends:
                 for i in range(self.sets.read(names, progress.ends[unit])):
                     self.table.rows[self.sets.keys[i].row].mark = self.table.mark
                     if self.sets.keys[i].place != 0 and names.uses[self.sets.keys[i].place - 1].is_taken:
                         self._add_new(names, self.sets.keys[i].place - 1, self.sets.keys[i].anchor, unit, True)
+
+    cdef int _add_companions(self, RequestKeys names, int32_t anchor, int unit) noexcept nogil:
+        """List the new companions of an anchor that is listed or resident. Return their number."""
+        cdef int group, num_added = 0
+        cdef int32_t place
+        for group in range(self.sets.num_groups):
+            if self.sets.windows[group] == 0 and group != self.sets.anchor_group:
+                place = self.sets.neighbour(names, anchor, group)
+                if place != 0 and names.uses[place - 1].is_taken:
+                    self._add_new(names, place - 1, anchor, unit, True)
+                    num_added += 1
+        return num_added
 
     cdef void _add_new(
         self, RequestKeys names, Py_ssize_t place, int32_t anchor, int unit, bint is_windowed
@@ -730,7 +762,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         self, RequestKeys names, Progress* progress, int32_t* victims, Py_ssize_t* num_victims
     ) noexcept nogil:
         """Decide and evict for one unit after the other. Return how many of the new keys are stored."""
-        cdef Py_ssize_t start = 0, stop, need, num_free = self._room(), room = num_free
+        cdef Py_ssize_t start = 0, stop, need, num_queued, num_free = self._room(), room = num_free
         cdef int unit
         while start < self.num_new and progress.mode == OPEN:
             unit = self.new[start].unit
@@ -740,13 +772,17 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             if unit >= progress.num_decided:
                 progress.num_decided = <uint8_t> (unit + 1)
                 need = self._num_absent(names, progress, unit) - room
-                if need > 0 and not self._is_worth(
-                        names, self.new[start].anchor, need - self.table.num_in_list[QUEUED]):
+                num_queued = self.table.num_in_list[QUEUED] + self.num_queued_anchors * (self.sets.num_full - 1)
+                # In anchors, rounded up.
+                if need > 0 and not self._is_worth(names, self.new[start].anchor, max(
+                        0, need - num_queued + self.sets.num_full - 1) // self.sets.num_full):
                     progress.mode = DECLINED
                     break
             room = self._evict_for(names, stop, num_free, victims, num_victims)
             if room < stop:
                 progress.mode = DECLINED
+                while room > 0 and self._is_companion(names, self.new[room].place):
+                    room -= 1
                 return room
             start = stop
         return start
@@ -761,7 +797,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             anchor = anchor_after(names, anchor)
             if anchor == 0:
                 break
-            num_absent += self._row_of(names, anchor - 1) == 0
+            num_absent += self.sets.num_full if self._row_of(names, anchor - 1) == 0 else 0
         for end in range(min(unit + 1, progress.num_ends)):
             for i in range(self.sets.read(names, progress.ends[end])):
                 num_absent += self.sets.keys[i].row == 0 and position_of(names, self.sets.keys[i].anchor) > before
@@ -831,7 +867,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                             while tail != 0 and self._is_idle(names, tail):
                                 self._give_up(tail)
                                 got += self._evict_queued(names, n - got, victims + got)
-                                if got == n or self.num_passes <= 0:
+                                if got >= n or self.num_passes <= 0:
                                     return got
                                 tail = self.aged.groups[group].tail
                             if tail != 0:
@@ -845,6 +881,13 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
 
     cdef bint _is_idle(self, RequestKeys names, int32_t row) noexcept nogil:
         """Return whether a row may leave. Marked rows stay, and anchors of the request `names`; None: no request."""
+        cdef int group
+        cdef int32_t companion
+        if self.sets.num_full > 1 and self._place_of(row).label != 0:
+            for group in range(self.sets.num_groups):
+                companion = self._companion(row, group)
+                if companion != 0 and not self._may_leave(names, companion, True):
+                    return False
         return self._may_leave(names, row, names is None or self._place_of(row).label == 0)
 
     cdef Py_ssize_t _evict_queued(self, RequestKeys names, Py_ssize_t n, int32_t* victims) noexcept nogil:
@@ -865,10 +908,28 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                 self._follow(row)
                 victims[got] = row
                 got += 1
+                if self._place_of(row).label != 0:
+                    self.num_queued_anchors -= 1
+                    got += self._evict_companions(row, victims + got)
             else:
                 prev = row
                 self.num_passes -= 1
         self.passed_over = prev
+        return got
+
+    cdef Py_ssize_t _evict_companions(self, int32_t anchor, int32_t* victims) noexcept nogil:
+        """Select the companions of an evicted anchor as victims. Return their number."""
+        cdef Py_ssize_t got = 0
+        cdef int32_t companion
+        cdef int group
+        for group in range(self.sets.num_groups if self.sets.num_full > 1 else 0):
+            companion = self._companion(anchor, group)
+            if companion != 0:
+                count_rows(self.table, WINDOWED, -1)
+                self.table.rows[companion].list_idx = LEAVING
+                self.units[companion].needs = 0
+                victims[got] = companion
+                got += 1
         return got
 
     cdef void _follow(self, int32_t row) noexcept nogil:
@@ -903,6 +964,11 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
                     ghost = names.uses[self.new[i].place].note
                     self._place_of(row).label = self._forget(ghost) if ghost > 0 else 0
                     self._queue(row)
+                elif self._is_companion(names, self.new[i].place):
+                    if self._row_of(names, self.new[i].anchor - 1) != 0:
+                        self.units[row].needs = 1
+                    else:
+                        self._queue(row)
                 continue
             before = anchor_before(names, self.new[i].anchor)
             before = self._row_of(names, before - 1) if before != 0 else 0
@@ -988,12 +1054,17 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             if self.table.rows[row].list_idx == PASSING:
                 self.share.remove(row)
             elif self.table.rows[row].list_idx != WINDOWED:
+                self.num_queued_anchors -= (
+                    self.table.rows[row].list_idx == QUEUED and self._place_of(row).label != 0)
                 self._unlink(row)
             self.table.rows[row].list_idx = LEAVING
-            if names is not None and self._place_of(row).label != 0:
+            if names is not None and (self._place_of(row).label != 0 or self.sets.num_full > 1):
                 place = names.locate(self.table.rows[row].key, self.table.rows[row].hash)
-                if place >= 0 and names.named[place].seen:
+                if place >= 0 and names.named[place].seen and (
+                        self._place_of(row).label != 0 or self._is_companion(names, place)):
                     lost = min(lost, names.uses[place].position)
+        for i in range(n if self.sets.num_full > 1 else 0):
+            self._fail_companions(rows[i])
         if n and names is not None:
             self._end_boundaries(names, lost)
         for i in range(n):
@@ -1006,6 +1077,16 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         if n:
             self._remember_rows(rows, n)
             self._trim()
+
+    cdef void _fail_companions(self, int32_t anchor) noexcept nogil:
+        """Queue the companions of an anchor whose store failed."""
+        cdef int group
+        cdef int32_t companion
+        for group in range(self.sets.num_groups if self._place_of(anchor).label != 0 else 0):
+            companion = self._companion(anchor, group)
+            if companion != 0:
+                self.units[companion].needs = 0
+                self._queue(companion)
 
     cdef void _end_boundaries(self, RequestKeys names, int64_t lost) noexcept nogil:
         """Give up the request's boundaries whose set is incomplete, or at or behind the position `lost`."""
@@ -1021,6 +1102,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef void on_reset(self) noexcept nogil:
         GittinsCachePolicy.on_reset(self)
         self.has_failed = False
+        self.num_queued_anchors = 0
         if self.share is not None:
             self.share.clear()
         if self.units != NULL:
@@ -1042,6 +1124,11 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef Py_ssize_t num_windowed = 0
         needs = {}
         for row in range(self.table.first, self.table.first + self.table.num_fresh):
+            if rows[row].key != NULL and self._place_of(row).label != 0:
+                for group in range(self.sets.num_groups):
+                    windowed = self._companion(row, group)
+                    if windowed != 0:
+                        needs[windowed] = 1
             if rows[row].key == NULL or not self.units[row].is_boundary:
                 continue
             for group in range(self.sets.num_groups):
