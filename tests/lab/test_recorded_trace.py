@@ -3,16 +3,17 @@
 import pytest
 
 from kvcache.lab.simulate.run import Replay
-from kvcache.lab.simulate.tiered import DiskChoice, patient_manager, plain_host_blocks
+from kvcache.lab.simulate.tiered import DiskChoice, patient_manager
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.keys import KeyMaker
 from kvcache.recorder.recorder import Recorder
+from kvcache.tiers.base.tier import host_rows
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_plan_of_recording_reproduces_disk_hits(run, run_json, tmp_path, policy):
     disk = DiskChoice(tmp_path / "kv", 64 << 20)
-    with patient_manager(16, policy, disk, plain_host_blocks(400, 4096)) as manager:
+    with patient_manager(16, policy, disk, host_rows(400, 4096)) as manager:
         replay, make_keys = Replay(manager), KeyMaker()
         with Recorder(manager, tmp_path / "run.kvlog"):
             for request in ChatWorkload(num_requests=60, seed=1):

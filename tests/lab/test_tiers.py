@@ -16,11 +16,12 @@ from kvcache.lab.simulate.run import Replay
 from kvcache.lab.simulate.serving import Flow, Medium, Serving, engines_for, price_of, weigh
 from kvcache.lab.simulate.simulated_tier import SimulatedTier
 from kvcache.lab.simulate.targets import recommend
-from kvcache.lab.simulate.tiered import PatientManager, plain_host_blocks
+from kvcache.lab.simulate.tiered import PatientManager
 from kvcache.lab.traces.compact import CompactTrace
 from kvcache.lab.traces.keys import KeyMaker
 from kvcache.lab.traces.trace import Trace
 from kvcache.tiering.controller import TierConfig
+from kvcache.tiers.base.tier import host_rows
 from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
@@ -31,7 +32,7 @@ WHOLE = os.environ.get("KVCACHE_WHOLE_TRACE") == "1"
 
 @contextmanager
 def over_disks(folder, block_size, num_blocks, disks, policy):
-    host_blocks = plain_host_blocks(num_blocks, BLOCK_BYTES)
+    host_blocks = host_rows(num_blocks, BLOCK_BYTES)
     config = TierConfig(deadline_s=60.0, max_store_blocks=1024)
     with ExitStack() as open_now:
         tiers = []

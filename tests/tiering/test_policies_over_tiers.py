@@ -13,13 +13,14 @@ from kvcache.lab.simulate import tiered
 from kvcache.lab.simulate.choices import recorded_tier
 from kvcache.lab.simulate.run import Replay, ReplayClock
 from kvcache.lab.simulate.simulated_tier import SimulatedTier, SimulatedTieredManager
-from kvcache.lab.simulate.tiered import DiskChoice, PatientManager, patient_manager, plain_host_blocks
+from kvcache.lab.simulate.tiered import DiskChoice, PatientManager, patient_manager
 from kvcache.lab.traces.keys import KeyMaker
 from kvcache.lab.traces.requests import ReplayError, Request
 from kvcache.lab.traces.trace import Trace
 from kvcache.registry import POLICIES
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
+from kvcache.tiers.base.tier import host_rows
 from kvcache.tiers.disk.directory import directory_bytes
 from kvcache.tiers.disk.header import capacity_for
 
@@ -106,7 +107,7 @@ def test_gittins_over_tier_hits_like_lru():
 
 def test_default_policy_over_disk_loads_evicted(tmp_path):
     clock = ReplayClock()
-    host_blocks = plain_host_blocks(HOST_BLOCKS, BLOCK_BYTES)
+    host_blocks = host_rows(HOST_BLOCKS, BLOCK_BYTES)
     below = DiskChoice(tmp_path / "disk", TIER_BLOCKS * 2 * BLOCK_BYTES)
     with patient_manager(16, DEFAULT_POLICY, below, host_blocks, clock=clock) as manager:
         replay = Replay(manager, arrivals=clock)
@@ -166,7 +167,7 @@ def test_host_over_disk_hits_like_memory(shared, tmp_path):
     path = shared / "traces" / "mooncake_conversation.jsonl"
     whole = replayed_trace(CPUOffloadingManager(512, NUM_HOST + NUM_DISK), path, NUM_REQUESTS)
     disk = DiskChoice(tmp_path / "tier", capacity_for(NUM_DISK, BLOCK_BYTES))
-    with patient_manager(512, "lru", disk, plain_host_blocks(NUM_HOST, BLOCK_BYTES)) as manager:
+    with patient_manager(512, "lru", disk, host_rows(NUM_HOST, BLOCK_BYTES)) as manager:
         tally = replayed_trace(manager, path, NUM_REQUESTS)
         stats = manager.tier_stats()[0]
     print(whole.token_hit_rate, tally.token_hit_rate, tally.hit_blocks, stats)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import secrets
 import statistics
 import time
@@ -16,13 +15,15 @@ import numpy as np
 
 from kvcache.assembly.assemble import parse_tier
 from kvcache.lab.bench.plain_clients import plain_client
+from kvcache.tiers.base.tier import host_rows
 
 if TYPE_CHECKING:
-    from kvcache.tiers.base.tier import HostBlocks, Tier
+    from kvcache.tiers.base.tier import Tier
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the step, the rounds done and the rounds in all."""
-_PATIENCE_S = 120.0
+_PATIENCE_S, _PAUSE_S = 120.0, 0.005
+_JOB_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,6 @@ def measure_tier(
     block_bytes: int,
     num_blocks: int,
     num_rounds: int = 10,
-    job_blocks: int = 16,
     progress: Progress | None = None,
 ) -> TierRates:
     """Store and load `num_blocks` blocks `num_rounds` times, in turns with the plain client; remove them at the end.
@@ -63,8 +63,8 @@ def measure_tier(
     memory; its times do not count.
     """
     settings = parse_tier(entry)
-    flat = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
-    host_blocks: HostBlocks = flat.reshape(num_blocks, block_bytes)
+    host_blocks = host_rows(num_blocks, block_bytes)
+    flat = host_blocks.reshape(-1)
     # As bfloat16 and as float16 these are values of about 1, which codecs can encode.
     words = flat[: len(flat) // 2 * 2].view(np.uint16)
     words[:] = np.random.default_rng(0).integers(0x3C00, 0x4000, len(words), np.uint16)
@@ -86,9 +86,9 @@ def measure_tier(
 
     def run_tier(number: int) -> None:
         keys = [b"%08d-%08d" % (number + 1, i) for i in range(num_blocks)]
-        timed("store", number, move, tier, tier.submit_store, keys, job_blocks, num_blocks, calls)
+        timed("store", number, move, tier, tier.submit_store, keys, _JOB_BLOCKS, num_blocks, calls)
         timed("exists", number, _ask, tier, [b"?" + key for key in keys])
-        timed("load", number, move, tier, tier.submit_load, keys, job_blocks, num_blocks, calls)
+        timed("load", number, move, tier, tier.submit_load, keys, _JOB_BLOCKS, num_blocks, calls)
         _clear(tier)
 
     def run_plain(number: int) -> None:
@@ -140,13 +140,12 @@ def move(
     host_blocks: int,
     calls: list[float],
     moved: Callable[[int, int], None] | None = None,
-    pause_s: float = 0.005,
 ) -> None:
     """Store or load blocks in jobs, as many at a time as the tier takes and the host pool has room for.
 
     `submit` is the tier's `submit_store` or `submit_load`; `calls` receives how long each call of the tier took, and
     `moved` is called with the blocks done and the blocks in all. After looking in vain it waits until the tier has
-    ended work, or for `pause_s`: looking more often takes the time of the threads that move blocks.
+    ended work, or for five milliseconds: looking more often takes the time of the threads that move blocks.
     """
     free = [range(first, min(first + job_blocks, host_blocks)) for first in range(0, host_blocks, job_blocks)]
     busy: dict[int, range] = {}
@@ -184,7 +183,7 @@ def move(
         else:
             if not busy or time.monotonic() > end_s:
                 raise OSError(f"the tier takes nothing: {tier.stats()}")
-            has_ended.wait(pause_s)
+            has_ended.wait(_PAUSE_S)
 
 
 def _ask(tier: Tier, keys: list[bytes]) -> None:

@@ -45,14 +45,7 @@ def tier(
     common.check_writable("--json", json)
     console = common.console(json)
     with common.Bar("tier", "rounds", quiet, total=rounds) as bar:
-        rates = measure_tier(
-            given,
-            num_bytes,
-            num_blocks,
-            rounds,
-            job_blocks=16,
-            progress=lambda name, done, _: bar.show(done, done, name),
-        )
+        rates = measure_tier(given, num_bytes, num_blocks, rounds, lambda name, done, _: bar.show(done, done, name))
         bar.show(rounds, rounds)
     if json != "-":
         table = Table(box=None)

@@ -274,7 +274,7 @@ def run(
             f"{trace.name}: {plans[0].num_blocks:,} blocks an engine, {store}, "
             f"{1 / token_s:,.0f} tokens/s, seed {given.seed}"
         )
-        draw_fleet("Hits and traffic of a fleet, by router", cells, footnote, given.plot)
+        draw_fleet(cells, footnote, given.plot)
     common.write_json(given.json, document)
 
 

@@ -89,9 +89,10 @@ def run(
             )
             replay = Replay(manager, payload, arrivals=arrivals)
         else:
-            from kvcache.lab.simulate.tiered import patient_manager, plain_host_blocks
+            from kvcache.lab.simulate.tiered import patient_manager
+            from kvcache.tiers.base.tier import host_rows
 
-            blocks = payload.pool.array if payload else plain_host_blocks(settings.num_blocks, settings.block_bytes)
+            blocks = payload.pool.array if payload else host_rows(settings.num_blocks, settings.block_bytes)
             below = patient_manager(
                 block_size, settings.policy, settings.tier, blocks, title, store_threshold=settings.store_threshold
             )

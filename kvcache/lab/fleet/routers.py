@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from kvcache.lab.traces.requests import Int64Array
-
-    Float64Array = npt.NDArray[np.float64]
+    from kvcache.lab.traces.requests import Float64Array, Int64Array
 
 ROUTERS = ("round_robin", "prefix", "events", "known")
 ONE_POOL = "one_pool"

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvcache.lab.traces.compact import CompactTrace
-    from kvcache.lab.traces.requests import Int64Array
-
-    Float64Array = npt.NDArray[np.float64]
+    from kvcache.lab.traces.requests import Float64Array, Int64Array
 
 _BRANCHES = 8
 _STAGGER_S = 600.0

@@ -7,8 +7,8 @@ limits of the simulation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,13 +17,9 @@ from kvcache.lab.fleet.routers import ONE_POOL, make_router
 from kvcache.request import ReqContext
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from kvcache.lab.fleet.routers import FleetPlan
     from kvcache.lab.fleet.scaled_trace import ScaledTrace
-    from kvcache.lab.traces.requests import Int64Array
-
-    Float64Array = npt.NDArray[np.float64]
+    from kvcache.lab.traces.requests import Float64Array, Int64Array
 
 QUERY_KEYS = 1024
 """Keys of one existence query at most, as `JobTier` asks them."""
@@ -75,10 +71,6 @@ class FleetResult:
     events_per_s: Load
     router_entries: int
     elapsed_s: float = field(default=0.0, compare=False)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for a report."""
-        return asdict(self)
 
 
 def run_fleet(trace: ScaledTrace, plan: FleetPlan, progressed: Callable[[int], None] | None = None) -> FleetResult:

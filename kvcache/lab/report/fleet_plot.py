@@ -8,7 +8,7 @@ from typing import Any
 from kvcache.lab.report.style import COLOURS, MARKERS, caption, new_figure, plain_axes, save, thinned_ticks
 
 
-def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, target: str) -> None:
+def draw_fleet(cells: Sequence[dict[str, Any]], footnote: str, target: str) -> None:
     """Draw the share of blocks hit, and the keys queried and blocks moved a second."""
     from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
@@ -59,5 +59,5 @@ def draw_fleet(title: str, cells: Sequence[dict[str, Any]], footnote: str, targe
     what = "Blocks moved; hollow: keys queried" if has_store else "Blocks in events"
     traffic.set_title(f"{what}; a second, busiest minute", loc="left", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False)
-    caption(figure, title, footnote)
+    caption(figure, "Hits and traffic of a fleet, by router", footnote)
     save(figure, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def facts_of(copies: int, result: FleetResult, document: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of one fleet for a report."""
-    facts = result.as_dict()
+    facts = asdict(result)
     plan = facts.pop("plan")
     blocks = max(1, result.blocks)
     lost = f":{plan['lost']:.3g}" if plan["lost"] else ""

@@ -121,7 +121,7 @@ def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], blo
 
 
 def _facts(cell: Cell, result: Result) -> dict[str, Any]:
-    facts = cell.as_dict()
+    facts = asdict(cell)
     block_bytes, model = result.settings.block_bytes, result.model
     facts["memory_bytes"] = None if cell.num_blocks is None or block_bytes is None else cell.num_blocks * block_bytes
     facts["tier_bytes"] = [blocks * (block_bytes or 0) for blocks in cell.tiers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,13 +91,9 @@ class Cell:
     serving: dict[str, Any] | None = field(default=None, compare=False)
     arbiter: dict[str, Any] | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for a report."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Cell:
-        """Return the cell that `as_dict` wrote."""
+        """Return the cell whose fields these are, also from JSON."""
         return cls(**fields | {"tiers": tuple(fields.get("tiers", ()))})
 
 

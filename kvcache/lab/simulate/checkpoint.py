@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Checkpoint:
 
     def add(self, cell: Cell) -> None:
         """Write one finished cell."""
-        self._append(json.dumps(cell.as_dict()))
+        self._append(json.dumps(asdict(cell)))
 
     def _append(self, line: str) -> None:
         self._file.write(line + "\n")

@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from kvcache.lab.traces.requests import Int64Array
-
-    Float64Array = npt.NDArray[np.float64]
+    from kvcache.lab.traces.requests import Float64Array, Int64Array
 
 _GIB = 1 << 30
 _DAY_S = 86_400.0

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from kvcache.assembly.assemble import parse_tier
 from kvcache.tiering.controller import TierConfig
@@ -102,9 +99,3 @@ def patient_manager(
         yield manager
     finally:
         tier.shutdown()
-
-
-def plain_host_blocks(num_blocks: int, block_bytes: int) -> HostBlocks:
-    """Return host blocks for a replay that does not compare bytes."""
-    flat = np.frombuffer(mmap.mmap(-1, num_blocks * block_bytes), np.uint8)
-    return flat.reshape(num_blocks, block_bytes)

@@ -24,9 +24,7 @@ from kvcache.lab.traces.requests import Request
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvcache.lab.traces.requests import Int64Array
-
-    Float64Array = npt.NDArray[np.float64]
+    from kvcache.lab.traces.requests import Float64Array, Int64Array
 
 _ARRAYS = {"ids": "<i8", "bounds": "<i8", "input_lengths": "<i8", "arrivals_s": "<f8", "output_lengths": "<i8"}
 _FACTS = ("block_size", "rate", "all_blocks", "all_tokens", "digest", "num_late")

@@ -39,7 +39,6 @@ class RecordedTrace(TraceFile):
             raise RecordingError(f"{path}: the header names no block size, got {size!r}")
         self.block_size = size
         self._requests = _requests(recording)
-        self.end = recording.end
         if not self._requests:
             raise RecordingError(f"{path} holds no request" + (f": {recording.end}" if recording.end else ""))
         self.size_bytes = len(self._requests)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    Float64Array = npt.NDArray[np.float64]
     Int64Array = npt.NDArray[np.int64]
 
 

@@ -38,11 +38,6 @@ class _Step(NamedTuple):
     output_length: int
 
 
-class _Session(NamedTuple):
-    where: str
-    steps: list[_Step]
-
-
 class SessionTrace(TraceFile):
     """The requests of recorded sessions, as of `users` people; each begins the next session after the last.
 
@@ -90,45 +85,45 @@ class SessionTrace(TraceFile):
 
     def __iter__(self) -> Iterator[Request]:
         # (when its next request comes, user, when its session began, the session, which request)
-        due: list[tuple[float, int, float, _Session, int]] = []
+        due: list[tuple[float, int, float, list[_Step], int]] = []
         for user in range(self._users):
             session = self._next_session()
             if session is None:
                 break
             start_s = self._draw.uniform(0.0, _STAGGER_S) if user else 0.0
-            heapq.heappush(due, (start_s + session.steps[0].at_s, user, start_s, session, 0))
+            heapq.heappush(due, (start_s + session[0].at_s, user, start_s, session, 0))
         while due:
             now_s, user, start_s, session, i = heapq.heappop(due)
-            step = session.steps[i]
+            step = session[i]
             yield Request(step.ids, step.input_length, step.output_length, now_s)
-            if i + 1 < len(session.steps):
-                heapq.heappush(due, (start_s + session.steps[i + 1].at_s, user, start_s, session, i + 1))
+            if i + 1 < len(session):
+                heapq.heappush(due, (start_s + session[i + 1].at_s, user, start_s, session, i + 1))
                 continue
             following = self._next_session()
             if following is not None:
-                heapq.heappush(due, (now_s + following.steps[0].at_s, user, now_s, following, 0))
+                heapq.heappush(due, (now_s + following[0].at_s, user, now_s, following, 0))
 
-    def _next_session(self) -> _Session | None:
+    def _next_session(self) -> list[_Step] | None:
         session, self._first = self._first, None
         return next(self._sessions, None) if session is None else session
 
-    def _read(self) -> Generator[_Session, None, None]:
+    def _read(self) -> Generator[list[_Step], None, None]:
         for file in self._files:
             for where, text in _documents(file, self._opened):
                 try:
                     if isinstance(text, Exception):
                         raise BadRecord(f"cannot be read: {text}")
-                    session = self._parse(where, text)
+                    session = self._parse(text)
                 except BadRecord as error:
                     if not self._skip_bad:
                         raise TraceError(f"{where}: {error}") from error
                     self.num_skipped += 1
                     continue
-                if session.steps:
+                if session:
                     yield session
             self.position_bytes += file.stat().st_size if file.exists() else 0
 
-    def _parse(self, where: str, text: bytes) -> _Session:
+    def _parse(self, text: bytes) -> list[_Step]:
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -173,7 +168,7 @@ class SessionTrace(TraceFile):
             steps.append(_Step(request["at_s"], np.array(ids, dtype=np.int64), input_length, out))
         steps.sort(key=lambda step: step.at_s)
         self.block_size = block_size
-        return _Session(where, steps)
+        return steps
 
 
 def is_session(head: bytes) -> bool:
