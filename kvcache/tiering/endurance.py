@@ -31,7 +31,8 @@ class RunValues:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._most_watched = max(1, num_blocks // 2)
+        # They stand for twice the tier's blocks, because a small budget replaces these slowly.
+        self._most_watched = num_blocks
         # By key: its class, and the blocks that it stands for.
         self._watched: OrderedDict[bytes, tuple[_RunClass, int]] = OrderedDict()
         # By class: its blocks, and the uses after them. A new class begins with a value above 0, so that it is tried.

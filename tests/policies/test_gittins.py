@@ -194,6 +194,24 @@ def test_old_blocks_leave_tail_first() -> None:
     assert both.request(keys_of("new", 4)) == (keys_of("new", 4), keys_of("old", 6)[:1:-1])
 
 
+def test_queued_blocks_leave_before_declining() -> None:
+    """Blocks that were stored for a tier only leave before the policy declines new blocks."""
+    both = Both(6)
+
+    def request(name: str, num_blocks: int, stores_all: bool) -> tuple[list[bytes], list[bytes]]:
+        for manager in both.managers:
+            manager.policy.stores_all = stores_all
+        return both.request(keys_of(name, num_blocks))
+
+    request("old", 6, False)
+    request("written", 2, True)
+    assert request("new", 3, False) == (keys_of("new", 2), keys_of("written", 2)[::-1])
+    draw = random.Random(1)
+    for _ in range(300):
+        both.now_s += draw.choice([0.5, 5.0, 60.0])
+        request(f"prompt {draw.randrange(6)}", draw.randrange(1, 9), draw.random() < 0.3)
+
+
 @pytest.mark.slow
 def test_counters_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     num_touches, keys = 64 * 18, keys_of("key", 2000)

@@ -89,7 +89,7 @@ class ReferenceGittins(CachePolicy):
         self.parents: dict[bytes, bytes | None] = {}
         self.kids: Counter[bytes] = Counter()
         self.memory: OrderedDict[bytes, None] = OrderedDict()
-        # Resident keys of the first-in-first-out share, oldest first. Used with `stores_all` only.
+        # Resident keys of the first-in-first-out share, oldest first. Only `stores_all` adds any.
         self.passing: OrderedDict[bytes, None] = OrderedDict()
         self.cells: defaultdict[Cell, OrderedDict[Group, None]] = defaultdict(OrderedDict)
         self.num_groups: Counter[int] = Counter()  # by class, for classes that have groups
@@ -287,7 +287,10 @@ class ReferenceGittins(CachePolicy):
                 victims, num_passing = self._make_way(num_needed, named, None if is_move else keys[num_free:])
                 num_grouped = 0 if is_move else len(keys) - num_passing
             else:
-                victims = self._select(num_needed, named, keys[num_free:])
+                victims = self._select_passing(num_needed, named)
+                if len(victims) < num_needed:
+                    waiting = keys[num_free + len(victims) :]
+                    victims += self._select(num_needed - len(victims), named, waiting)
             keys = keys[: num_free + len(victims)]
         for key in keys:
             self._store(key, _predecessor(key, offered, request))

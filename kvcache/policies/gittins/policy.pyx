@@ -442,7 +442,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n, Py_ssize_t num_offered, Py_ssize_t last_place,
         int32_t* victims, Py_ssize_t* num_victims
     ) noexcept nogil:
-        cdef Py_ssize_t i, num_free = self.table.num_free, num_taken
+        cdef Py_ssize_t i, got, num_free = self.table.num_free, num_taken
         cdef int32_t ghost, cls, length
         cdef bint is_whole, is_move = self.stores_all and self._state_of(names).era != self.era
         cdef MadeGroup[CLASSES_PER_HINT] made
@@ -469,7 +469,12 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             if self.stores_all:
                 num_victims[0] = self._make_way(names, places + num_free, n - num_free, is_move, is_whole, victims)
             else:
-                num_victims[0] = self._choose(names, places + num_free, n - num_free, is_whole, True, victims)
+                # What an earlier call queued for a tier leaves first.
+                got = self._choose_queued(names, n - num_free, is_whole, victims)
+                if got < n - num_free:
+                    got += self._choose(
+                        names, places + num_free + got, n - num_free - got, is_whole, True, victims + got)
+                num_victims[0] = got
             num_taken = num_free + num_victims[0]
             self._remember_rows(victims, num_victims[0])
         if num_taken == 0:
