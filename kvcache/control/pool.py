@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from kvcache.block import ABSENT, READY
 from kvcache.control.backend import Backend, CPUBackend
@@ -48,16 +47,15 @@ class _MissedBlocks:
 
     def __init__(self) -> None:
         self.num_blocks = 0
-        # Blocks of refused stores that were counted, by request.
-        self._refused: WeakKeyDictionary[ReqContext, int] = WeakKeyDictionary()
 
     def count(self, num_offered: int, req_context: ReqContext | None, is_refused: bool = False) -> None:
         """Count the absent blocks of one store."""
-        num_counted = self._refused.get(req_context, 0) if req_context is not None and self._refused else 0
+        # The request itself keeps the number of its blocks that were counted and not stored.
+        notes = {} if req_context is None else req_context.request_keys
+        num_counted = notes.get(self, 0)
         self.num_blocks += max(0, num_offered - num_counted)
-        if req_context is not None and (is_refused or num_counted):
-            num_left = max(num_offered, num_counted) if is_refused else num_counted - num_offered
-            self._refused[req_context] = max(0, num_left)
+        if is_refused or num_counted:
+            notes[self] = max(num_offered, num_counted) if is_refused else max(0, num_counted - num_offered)
 
 
 class BlockPool:

@@ -143,7 +143,8 @@ class NodeManager(LastLookUp, OffloadingManager):
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> CPULoadStoreSpec:
         prompt, keys = self._prompt(req_context), as_key_list(keys)
         spec = prompt.held.load_spec(keys)
-        if self.path_group is not None and req_context is not None:
+        # A second load at the same time releases nothing that the first one reads.
+        if self.path_group is not None and req_context is not None and not prompt.num_loads:
             prompt.use(self._link, req_context.positions, keys, spec.block_ids.astype("<i4").tobytes())
         prompt.num_loads += 1
         self._counts["loaded_blocks"] += len(keys)

@@ -126,8 +126,10 @@ class Prompt:
     def use(self, link: Link, positions: dict[bytes, int] | None, keys: list[bytes], slots: bytes) -> None:
         """Report a load of held blocks, or before a store new positions. A load releases the other blocks."""
         payload, num_bytes = b"", 0
-        with suppress(ValueError):
-            payload, num_bytes = self._unsent_keys(positions or {})
+        # Until the owner's welcome, keys stay here: all are sent after it, and the places of these would be wrong.
+        if link.is_ready:
+            with suppress(ValueError):
+                payload, num_bytes = self._unsent_keys(positions or {})
         if keys:
             self.held.clear()
             self.held.add(keys, slots)

@@ -194,3 +194,15 @@ def test_stats_count_blocks_and_calls(make: Make) -> None:
         gated_blocks=0,
         needed_blocks=13,
     )
+
+
+def test_refused_store_needs_no_hash() -> None:
+    """A request that is compared by value, as data classes are, has no hash."""
+
+    class Comparable(ReqContext):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Comparable)
+
+    manager, context = CPUOffloadingManager(16, 1), Comparable()
+    assert [manager.prepare_store([b"a", b"b"], context) for _ in range(2)] == [None, None]
+    assert manager.stats().needed_blocks == 2

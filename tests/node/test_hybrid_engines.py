@@ -4,7 +4,7 @@ import random
 import struct
 
 import pytest
-from node_harness import wait_for
+from node_harness import gated, wait_for
 
 from kvcache import CPUOffloadingManager, ReqContext, TieredOffloadingManager, make_offload_key
 from kvcache.assembly.assemble import OffloadSettings, open_manager
@@ -269,6 +269,44 @@ def test_load_of_unread_slots_is_refused(node):
     assert node.owner.stats["dropped_clients"] == 4
     assert engine.owner_figures()["num_referenced"] == node.leases.engines[engine.number].num_held == 10
     node.check()
+
+
+def test_late_welcome_mixes_no_keys(node):
+    """A request gains keys while the owner has not answered a greeting, and is looked up again afterwards."""
+    node, path = node(64, {"cache_policy": "gittins"}), [bytes([i] * 8) for i in range(8)]
+    engines = shared_engines(node, [None, 2], Clock())
+    engine, other = engines.managers
+    for end in (4, 6):
+        store(engines, other, path[:end])
+    context, later = engines.context(path[:4]), engines.context(path[:6])
+    assert engines.find(engine, path, 4, context) == (4, 4)
+    with gated(node.owner) as gate:
+        engine._link.close()
+        wait_for(lambda: engine.on_schedule_end() or engine._link.is_open)
+        context.positions.update(later.positions)
+        assert engine.prepare_store([*later.positions][-2:], context) is None
+        engine.on_schedule_end()
+        gate.set()
+    wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
+    assert engines.find(engine, path, 6, context) == (6, 6)
+    keys = engines.anchors(path[:6]) + engines.set_of(path, 6)
+    assert engine.prepare_load(keys, context).block_ids.tolist() == node.owner.pool.manager.locate(keys)
+
+
+def test_second_load_keeps_first(node):
+    """Two loads of a request run at once: the blocks of both are held until both have ended."""
+    node, path = node(64, {"cache_policy": "gittins"}), [bytes([i] * 8) for i in range(4)]
+    engines = shared_engines(node, [None, 2], Clock())
+    engine, context = engines.managers[0], engines.context(path)
+    store(engines, engine, path)
+    assert engines.find(engine, path, 4, context) == (4, 4)
+    keys = engines.anchors(path) + engines.set_of(path, 4)
+    for loaded in (keys, keys[:1]):
+        engine.prepare_load(loaded, context)
+    engine.complete_load(keys[:1], context)
+    assert engine.owner_figures()["num_referenced"] == 6
+    engine.complete_load(keys, context)
+    assert engine.owner_figures()["num_referenced"] == 0
 
 
 @pytest.mark.slow
