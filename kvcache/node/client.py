@@ -98,7 +98,8 @@ class NodeManager(LastLookUp, OffloadingManager):
         windows = hello["identity"].get("group_windows")
         self.path_group: int | None = None if windows is None else windows.index(None)
         self.block_size = int(hello["identity"]["block_size"])
-        self.num_blocks = int(hello["identity"]["num_blocks"])
+        # A store of more blocks is always refused, so adapters offer the head that fits.
+        self.num_blocks = protocol.most_held(int(hello["identity"]["num_blocks"]))
         self._prompts: dict[ReqContext, Prompt] = {}
         # Prompts that were opened before a reset; their copies may still run.
         self._stale: list[Prompt] = []

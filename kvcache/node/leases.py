@@ -22,8 +22,6 @@ from kvcache.node.protocol import EPOCH_BYTES, Frame, pack, unpack_json, unpack_
 from kvcache.request import ReqContext, Retention, parse_hint, path_after
 from kvcache.tiering.manager import TieredOffloadingManager
 
-MAX_SHARE = 0.5
-"""Share of the pool that the leases of one engine may hold."""
 _STEP_SLOTS = 4096
 """Number of slots that one step searches for blocks of an epoch without engines."""
 
@@ -95,7 +93,7 @@ class NodeLeases:
         self.ledger = ledger
         self.engines: dict[int, EngineLeases] = {}
         self.num_slots = len(ledger.state)
-        self._limit = max(1, int(MAX_SHARE * self.num_slots))
+        self._limit = protocol.most_held(self.num_slots)
         self._reserve = max(1, self.num_slots // 16)
         # Whether end positions are needed before the answer to a look-up. Otherwise they are read after it.
         self._reads_ends = manager.pool.policy.reads_clock or isinstance(manager, TieredOffloadingManager)

@@ -43,6 +43,11 @@ HYBRID, ONE_KEY = 1, 2
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
+def most_held(num_slots: int) -> int:
+    """Return how many slots of a pool the leases of one engine may hold."""
+    return max(1, num_slots // 2)
+
+
 class Frame(NamedTuple):
     """One message."""
 

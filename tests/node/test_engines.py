@@ -522,3 +522,10 @@ def test_random_clients_match_model(node, seed):
     assert (figures["num_referenced"], figures["num_pending"]) == (0, 0)
     node.check()
     assert node.owner.stats["dropped_clients"] == 0
+
+
+def test_largest_store_names_its_limit(node):
+    engine = node(16).engine("a")
+    keys, context = prompt(1, 16)
+    assert engine.prepare_store(keys[: engine.num_blocks + 1], context) is None
+    assert engine.prepare_store(keys[: engine.num_blocks], context).keys_to_store == keys[:8]

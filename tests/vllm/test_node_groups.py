@@ -131,6 +131,12 @@ def test_storm_over_one_pool_keeps_content(make, windows):
     assert min(num_failed, *(engine.loaded_positions for engine in engines)) > 0
 
 
+def test_large_batch_stores_its_head(make):
+    # An engine may hold half of the pool: 12 blocks, which are six positions of both groups.
+    engine = make(SLIDING, 24, cache_policy="lru", step_tokens=256, retention_interval=None)
+    assert [serve(engine, tokens(seed, 16)) for seed in (0, 0, 1, 1)] == [0, 6, 0, 6]
+
+
 def test_other_windows_are_refused(make):
     make(SLIDING, 60)
     with pytest.raises(ValueError, match=r"group_windows: the pool has \[None, 4\], this engine \[None, 2\]"):
