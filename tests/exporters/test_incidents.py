@@ -353,9 +353,9 @@ def test_every_panel_query_returns_a_number(prometheus: Prometheus, title: str) 
 
 def test_panels_show_the_incidents(prometheus: Prometheus) -> None:
     (by_instance,) = prometheus.panel("Hit rate").values()
-    assert by_instance.keys() == {"healthy", "cold", "down", "hung", "slow"}  # the others need no blocks
+    assert by_instance.keys() == {"healthy", "cold", "down", "full", "hung", "slow"}  # the others need no blocks
     assert by_instance["healthy"] == pytest.approx(0.8)
-    assert by_instance["cold"] == 0
+    assert by_instance["cold"] == by_instance["full"] == 0
     works, reads, writes = prometheus.panel("Tier state").values()
     assert {name for name, value in works.items() if value} == {"down", "hung"}
     assert {name for name, value in writes.items() if value} == {"down", "hung"}
