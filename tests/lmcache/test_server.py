@@ -73,7 +73,13 @@ def test_server_serves_whole_objects_after_restarts(serve, tmp_path, monkeypatch
     resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     fail_and_go_on("full", 1)
     resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    again = server.store(1, "again")
+    end_s = time.monotonic() + 60
+    while server.adapter()["sizes"]["524288"]["num_held"] != 8:
+        # What is stored in the pause after a failure is not written, and LMCache does not store again what it has.
+        assert time.monotonic() < end_s, server.adapter()
+        server.status("/cache/clear", method="POST", data=b"{}", headers={"content-type": "application/json"})
+        again = server.store(1, "again")
+        time.sleep(0.5)
     server.settle(8)
     assert server.ask(1, "stored again") == (8, again)
     shutil.rmtree(tmp_path / "l2")
