@@ -48,11 +48,11 @@ cdef enum:
     STALE_PER_CALL = 8      # keys from before a reset that one call releases
 
 
-# Distinct keys of a store: all, absent ones, those that the gate keeps out, resident ones without a reference, and
-# those that are offered again; and the place of the last one.
 cdef enum:
     MOST_GROUPS = 64            # keys of one position, which may leave together
 
+# Distinct keys of a store: all, absent ones, those that the gate keeps out, resident ones without a reference, and
+# those that are offered again; and the place of the last one.
 cdef struct Offer:
     Py_ssize_t num_offered
     Py_ssize_t num_new

@@ -75,7 +75,7 @@ def test_server_serves_whole_objects_after_restarts(serve, tmp_path, monkeypatch
     resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     end_s = time.monotonic() + 60
     while server.adapter()["sizes"]["524288"]["num_held"] != 8:
-        # What is stored in the pause after a failure is not written, and LMCache does not store again what it has.
+        # The disk writes nothing in the pause after a failure, and LMCache stores a block only once.
         assert time.monotonic() < end_s, server.adapter()
         server.status("/cache/clear", method="POST", data=b"{}", headers={"content-type": "application/json"})
         again = server.store(1, "again")

@@ -126,8 +126,8 @@ def test_storm_over_one_pool_keeps_content(make, windows):
         engine.drain()
         engine.step()
         num_failed += engine.stats.failed_blocks
-    # If the next owner has just started, it keeps what an engine wrote until the engine greets it, and then an engine
-    # offers again what was refused before, which takes some steps.
+    # A new owner keeps an engine's reservations until the engine greets it. Then the engine offers refused blocks
+    # again, and these stores take some steps.
     end_s = time.monotonic() + 60
     while any(figures(engine)[name] for engine in engines for name in ("num_pending", "num_referenced")):
         assert time.monotonic() < end_s, [figures(engine) for engine in engines]

@@ -469,7 +469,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             if self.stores_all:
                 num_victims[0] = self._make_way(names, places + num_free, n - num_free, is_move, is_whole, victims)
             else:
-                # What an earlier call queued for a tier leaves first.
+                # Blocks that earlier calls queued for a tier leave first.
                 got = self._choose_queued(names, n - num_free, is_whole, victims)
                 if got < n - num_free:
                     got += self._choose(
