@@ -6,6 +6,7 @@ place, or is read before it was written, shows at once. Time is simulated.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
@@ -194,6 +195,14 @@ class ModelFreeEngine:
                 number += 1
                 coming = next(arrivals, None)
             self.step()
+
+    def serve_alone(self, token_ids: list[int]) -> int:
+        """Serve one prompt with an empty device cache, and return how many of its positions were loaded."""
+        self.scheduler.reset_prefix_cache()
+        before = self.loaded_positions
+        self.add(f"request-{random.random()}", [*token_ids, 2])
+        self.drain()
+        return self.loaded_positions - before
 
     def drain(self) -> None:
         """Step until nothing is left to do."""

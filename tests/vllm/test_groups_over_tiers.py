@@ -53,13 +53,10 @@ def make(make_engine):
 
 def serve(engine, prompt):
     """Serve a prompt with an empty device cache. Return how many of its positions were loaded."""
-    engine.scheduler.reset_prefix_cache()
-    before = engine.loaded_positions
-    engine.add(f"request-{random.random()}", [*prompt, 2])
-    engine.drain()
+    num_loaded = engine.serve_alone(prompt)
     engine.manager._tiered.settle()
     engine.policy.check()
-    return engine.loaded_positions - before
+    return num_loaded
 
 
 @MODELS
