@@ -1,10 +1,11 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
+from kvcache.core.eviction_queue cimport Row
 from kvcache.core.ghosts cimport GhostList
 from kvcache.core.policy_adapter cimport PolicyAdapter
 from kvcache.core.request_keys cimport RequestKeys
-from kvcache.policies.gittins.groups cimport MOST_GROUPS, AgedGroups
+from kvcache.policies.gittins.groups cimport MOST_GROUPS, AgedGroups, Queue
 from kvcache.policies.gittins.values cimport CLASSES_PER_HINT, ValueTable
 
 cdef enum:
@@ -68,6 +69,31 @@ cdef inline int sharing_in(Label label) noexcept nogil:
     return label >> SHARING_SHIFT
 
 
+cdef inline void push(Row* rows, Queue* queue, int32_t row) noexcept nogil:
+    # Link a row behind the last one of a queue.
+    rows[row].prev = queue.last
+    rows[row].next = 0
+    if queue.last != 0:
+        rows[queue.last].next = row
+    else:
+        queue.first = row
+    queue.last = row
+
+
+cdef inline void pull(Row* rows, Queue* queue, int32_t row) noexcept nogil:
+    # Unlink a row from a queue.
+    cdef int32_t prev = rows[row].prev
+    cdef int32_t next = rows[row].next
+    if prev != 0:
+        rows[prev].next = next
+    else:
+        queue.first = next
+    if next != 0:
+        rows[next].prev = prev
+    else:
+        queue.last = prev
+
+
 cdef class GittinsCachePolicy(PolicyAdapter):
     cdef Member* members                # [num_rows]
     cdef ValueTable values
@@ -79,8 +105,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef uint64_t era
     cdef public bint stores_all
     cdef Py_ssize_t memory_size       # remembered keys
-    cdef int32_t queue_first          # keys that leave first, oldest first; 0: none
-    cdef int32_t queue_last
+    cdef Queue queue                  # rows of the keys that leave first, oldest first
     cdef Py_ssize_t num_grouped         # the first `num_grouped` keys that `on_offer` accepted enter their groups
     cdef readonly uint64_t touches
     cdef readonly uint64_t num_passed           # groups skipped because of a protected tail, since the start

@@ -128,7 +128,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.memory.clear()
         self.values.clear()
         self.aged.clear()
-        self.queue_first = self.queue_last = 0
+        self.queue.first = self.queue.last = 0
         self.start_ms = -1
         self.era += 1
         self.touches = 0
@@ -159,15 +159,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
 
     cdef inline void _append(self, Label label, int32_t row, int32_t list_idx) noexcept nogil:
         """Append a row to its group, or to the queue."""
-        cdef int32_t* tail = &self.queue_last if list_idx == QUEUED else &self.aged.groups[group_in(label)].tail
-        if tail[0] != 0:
-            self.table.rows[tail[0]].next = row
-        elif list_idx == QUEUED:
-            self.queue_first = row
-        else:
-            self.aged.link_holder(group_in(label))
+        cdef int32_t* tail = &self.aged.groups[group_in(label)].tail
         self._place_of(row).label = label
         self.table.rows[row].list_idx = list_idx
+        if list_idx == QUEUED:
+            push(self.table.rows, &self.queue, row)
+            return
+        if tail[0] != 0:
+            self.table.rows[tail[0]].next = row
+        else:
+            self.aged.link_holder(group_in(label))
         self.table.rows[row].prev = tail[0]
         self.table.rows[row].next = 0
         tail[0] = row
@@ -177,16 +178,14 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t prev = self.table.rows[row].prev
         cdef int32_t next = self.table.rows[row].next
         cdef int32_t group
+        if self.table.rows[row].list_idx == QUEUED:
+            pull(self.table.rows, &self.queue, row)
+            return
         if prev != 0:
             self.table.rows[prev].next = next
         if next != 0:
             self.table.rows[next].prev = prev
-        if self.table.rows[row].list_idx == QUEUED:
-            if prev == 0:
-                self.queue_first = next
-            if next == 0:
-                self.queue_last = prev
-        elif next == 0:
+        else:
             group = group_in(self._place_of(row).label)
             if prev == 0:
                 self.aged.unlink_holder(group)
@@ -293,7 +292,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t cls
         cdef int sharing, num_widened = 0 if state.continues else self._num_widened()
         cdef bint splits = self.values.splits_shared and request.next_use == 0
-        cdef int64_t lowest = self._lowest_value() if self.queue_first != 0 else 0
+        cdef int64_t lowest = self._lowest_value() if self.queue.first != 0 else 0
         cdef Leaving leaving
         cdef Joining joining
         cdef MadeGroup[NUM_SHARED] shared
@@ -529,7 +528,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     ) noexcept nogil:
         """Select up to `n` queued victims, oldest first. Return their number."""
         cdef Py_ssize_t got = 0
-        cdef int32_t row, next = self.queue_first
+        cdef int32_t row, next = self.queue.first
         while next != 0 and got < n:
             row = next
             next = self.table.rows[row].next
@@ -747,7 +746,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         self.aged.check(known)
         self.check_ghosts(self.memory)
         for group in [0, *known]:
-            row = self.queue_last if group == 0 else self.aged.groups[group].tail
+            row = self.queue.last if group == 0 else self.aged.groups[group].tail
             first = 0
             if row != 0 and rows[row].next != 0:
                 raise BlockStateError(f"invariant broken: group {group} goes on behind its tail")
@@ -765,8 +764,8 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                     kids[self.members[row].parent_tag] = kids.get(self.members[row].parent_tag, 0) + 1
                 first = row
                 row = rows[row].prev
-            if group == 0 and first != self.queue_first:
-                raise BlockStateError(f"invariant broken: the oldest queued row is {first}, not {self.queue_first}")
+            if group == 0 and first != self.queue.first:
+                raise BlockStateError(f"invariant broken: the oldest queued row is {first}, not {self.queue.first}")
         num_resident += self._check_unlisted(known, kids)
         if num_resident != self.table.num_resident:
             raise BlockStateError(

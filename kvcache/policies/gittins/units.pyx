@@ -13,14 +13,13 @@ from kvcache.core.eviction_queue cimport Row
 from kvcache.core.ghosts cimport GhostList
 from kvcache.core.index cimport zeroed
 from kvcache.core.request_keys cimport STATE_SIZE, RequestKeys
-from kvcache.core.table cimport count_rows
-from kvcache.policies.gittins.groups cimport HOLDERS, class_of, lowest_bit
+from kvcache.core.table cimport count_rows, ref_of
+from kvcache.policies.gittins.groups cimport HOLDERS, Queue, class_of, lowest_bit
 from kvcache.policies.gittins.policy cimport (
     GROUPED, NUM_LISTS, PASSING, QUEUED, QUEUED_SHARE, WINDOWED, GittinsCachePolicy, Label, MadeGroup, RequestState,
-    group_in,
+    group_in, pull, push,
 )
 from kvcache.policies.gittins.sets cimport GroupSets, anchor_after, anchor_before, position_of
-from kvcache.policies.gittins.share cimport Share
 from kvcache.policies.gittins.values cimport CLASSES_PER_HINT, NUM_BINS
 
 from kvcache.block import BlockStateError
@@ -112,7 +111,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     cdef readonly uint64_t lru_requests
     cdef readonly uint64_t forced_blocks    # stored without a test, because the share was in use
     cdef public Py_ssize_t spare_slots
-    cdef Share share
+    cdef Queue share                    # rows above a tier that pass through host memory: first in, first out
     cdef Py_ssize_t share_slots
     cdef Py_ssize_t num_stored          # of the call in progress: leading new keys that the rule stores; the rest pass
     cdef Py_ssize_t most_victims
@@ -126,7 +125,6 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             raise MemoryError(f"a request needs {sizeof(RequestState) + sizeof(Progress)} bytes of state")
         self.takes_any = True
         self.again_list = PASSING
-        self.share = Share(self.table)
         self.sets = GroupSets(self.table, [None])
         self.units = <Unit*> zeroed(self.table.num_rows * sizeof(Unit))
         if self.units == NULL:
@@ -184,17 +182,19 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
     @property
     def leave_first(self):
         """Keys that nothing needs, oldest first."""
-        cdef int32_t row = self.queue_first
+        return self._keys_from(self.queue.first)
+
+    @property
+    def passing(self):
+        """Keys in the share, oldest first."""
+        return self._keys_from(self.share.first)
+
+    cdef list _keys_from(self, int32_t row):
         keys = []
         while row != 0:
             keys.append(<object> self.table.rows[row].key)
             row = self.table.rows[row].next
         return keys
-
-    @property
-    def passing(self):
-        """Keys in the share, oldest first."""
-        return self.share.keys
 
     @property
     def listed(self):
@@ -420,9 +420,8 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             for i in range(num_absent):
                 self._add_new(names, places[i], 0, 0, True)
             # Blocks that pass beyond the share would keep out a request's blocks for ever.
-            num_victims[0] = self.share.evict(
-                min(num_absent - self.table.num_free, self.table.num_in_list[PASSING] - self.share_slots),
-                LEAVING, victims)
+            num_victims[0] = self._evict_passing(
+                min(num_absent - self.table.num_free, self.table.num_in_list[PASSING] - self.share_slots), victims)
             self.num_new = self.num_stored = min(
                 num_absent, self._evict_for(None, num_absent, self.table.num_free, victims, num_victims))
         for i in range(n):
@@ -467,11 +466,30 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         self, RequestKeys names, Py_ssize_t n, Py_ssize_t need, int32_t* victims
     ) noexcept nogil:
         """Select `n` passing victims, oldest first. If fewer than `need` are idle, the rule evicts more blocks."""
-        cdef Py_ssize_t got = self.share.evict(n, LEAVING, victims), num_forced = 0
+        cdef Py_ssize_t got = self._evict_passing(n, victims), num_forced = 0
         if got < need:
             num_forced = self._evict_blocks(names, need - got, victims + got)
         self.forced_blocks += num_forced
         return got + num_forced
+
+    cdef Py_ssize_t _evict_passing(self, Py_ssize_t n, int32_t* victims) noexcept nogil:
+        """Select up to `n` passing victims, oldest first, and return their number."""
+        cdef Py_ssize_t got = 0
+        cdef int num_left = MOST_PASSED
+        cdef int32_t row, next = self.share.first
+        while next != 0 and got < n and num_left > 0:
+            row = next
+            next = self.table.rows[row].next
+            # A tier or the engine is reading or writing the block.
+            if ref_of(self.table, row) != 0:
+                num_left -= 1
+                continue
+            pull(self.table.rows, &self.share, row)
+            count_rows(self.table, PASSING, -1)
+            self.table.rows[row].list_idx = LEAVING
+            victims[got] = row
+            got += 1
+        return got
 
     cdef Py_ssize_t _add_passing(
         self, RequestKeys names, const Progress* progress, const Py_ssize_t* places, Py_ssize_t n
@@ -524,7 +542,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             row = names.row_now(self.table, self.new[i].place)
             need += row == 0
             if row != 0:
-                self.share.remove(row)
+                pull(self.table.rows, &self.share, row)
                 count_rows(self.table, PASSING, -1)
                 self.table.rows[row].list_idx = LEAVING
         num_new = self.num_stored
@@ -898,7 +916,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef Py_ssize_t got = 0
         cdef int32_t prev = self.passed_over, row
         while got < n and self.num_passes > 0:
-            row = self.table.rows[prev].next if prev != 0 else self.queue_first
+            row = self.table.rows[prev].next if prev != 0 else self.queue.first
             if row == 0:
                 break
             if self._is_idle(names, row):
@@ -955,7 +973,9 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             self._place_of(row).label = 0
             self._place_of(row).parent = 0
             if i >= self.num_stored or (ghost == 0 and not self.new[i].is_windowed):
-                self.share.append(row)
+                push(self.table.rows, &self.share, row)
+                self.table.rows[row].list_idx = PASSING
+                count_rows(self.table, PASSING, 1)
                 continue
             if self.new[i].is_windowed:
                 self.table.rows[row].list_idx = WINDOWED
@@ -1052,7 +1072,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         for i in range(n):
             row = rows[i]
             if self.table.rows[row].list_idx == PASSING:
-                self.share.remove(row)
+                pull(self.table.rows, &self.share, row)
             elif self.table.rows[row].list_idx != WINDOWED:
                 self.num_queued_anchors -= (
                     self.table.rows[row].list_idx == QUEUED and self._place_of(row).label != 0)
@@ -1103,8 +1123,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         GittinsCachePolicy.on_reset(self)
         self.has_failed = False
         self.num_queued_anchors = 0
-        if self.share is not None:
-            self.share.clear()
+        self.share.first = self.share.last = 0
         if self.units != NULL:
             memset(self.units, 0, self.table.num_rows * sizeof(Unit))
 
