@@ -57,8 +57,8 @@ _SKEWED = re.compile("RequestTimeTooSkewed|Request has expired|not yet valid")
 # Statuses of a download that has come, of another request that was done, and of an object that exists.
 _LOADED, _DONE, _EXISTS = (200,), (200, 201, 204), (409, 412)
 _CLIENT_OPTIONS = ("bucket", "endpoint", "region", "timeout_s", "ca_file")
-_DELETE_S = 30.0
-"""How long a reset waits for the deletion of private blocks."""
+_DELETE_S = 10.0
+"""How long one call deletes private blocks, and a reset waits for the first call."""
 _DELETE = (
     "import json, sys\nfrom kvcache.tiers.s3 import S3Options, delete_under\n"
     "options, start = json.load(sys.stdin)\ndelete_under(S3Options(**options), start)"
@@ -243,20 +243,22 @@ class S3Tier(SharedStoreTier):
             # Without this right, the objects stay, and are misses.
             self._warnings.warn("delete", "%s", error)
 
-    def delete_older(self, prefix: bytes) -> None:
+    def delete_older(self, prefix: bytes) -> bool:
         # In a process of its own: the library ends it if the store announces an answer that is larger than memory.
         order = json.dumps([{name: getattr(self._options, name) for name in _CLIENT_OPTIONS}, self._path(prefix)])
         command = [sys.executable, "-c", _DELETE]
         try:
             done = subprocess.run(command, input=order, capture_output=True, text=True, timeout=_DELETE_S, check=False)
-            code, reason = done.returncode, (done.stderr.splitlines() or [""])[-1]
         except subprocess.TimeoutExpired:
-            code, reason = -1, f"their deletion took more than {_DELETE_S:.0f} s"
-        # Another try would not delete them: the right is missing, there are many, or the library has ended the process.
+            # The next call lists what this one has not deleted.
+            return False
+        code, reason = done.returncode, (done.stderr.splitlines() or [""])[-1]
+        # Another try would not delete them: the right is missing, or the library has ended the process.
         if reason.startswith("PermissionError") or code < 0:
             self._warnings.warn("delete", "%s: private blocks stay: %s", self._address, reason)
         elif code != 0:
             raise OSError(reason)
+        return True
 
     def close(self) -> None:
         self._client.close()

@@ -145,8 +145,11 @@ class SharedStoreTier(JobTier):
     def delete_values(self, names: list[bytes]) -> None:
         """Delete some names, which need not exist. Without it, bad values stay and are counted once an engine."""
 
-    def delete_older(self, prefix: bytes) -> None:
-        """Delete all names that begin with `prefix`. Without it, the store itself must evict blocks of old epochs."""
+    def delete_older(self, prefix: bytes) -> bool | None:
+        """Delete all names that begin with `prefix`. Without it, the store itself must evict blocks of old epochs.
+
+        A reset waits for the first call. Return False after a few seconds: `maintain` calls it again.
+        """
 
     # The rest is the same for every store.
 
@@ -258,10 +261,16 @@ class SharedStoreTier(JobTier):
                 self._left.append(self._own)
             self._reset = generation, Epoch.after_reset(self.version)
             self._own = self._namespace.epoch_of(self._reset[1])
+        self._delete_left()
+
+    def _delete_left(self) -> None:
+        """Delete the blocks of the private epochs that this engine has left, as many as the store's time allows."""
         while self._left:
             self.connect()
-            self.delete_older(b"%b:%b:" % (self.prefix, self._left[-1].encode()))
-            self._left.pop()
+            # The oldest first: a later reset does not replace the prefix of a deletion that goes on.
+            if self.delete_older(b"%b:%b:" % (self.prefix, self._left[0].encode())) is False:
+                return
+            del self._left[0]
 
     def maintain(self) -> None:
         self.connect()
@@ -269,6 +278,7 @@ class SharedStoreTier(JobTier):
             # Reading keeps the epoch recent in a store that evicts any name.
             if self._announced and self.read_epoch() is None:
                 self.announce_epoch(self._announced, replace=False)
+        self._delete_left()
 
     def _join_epoch(self) -> None:
         """Take the announced epoch once, or announce that of the fingerprint if it is missing."""

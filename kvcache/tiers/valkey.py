@@ -8,11 +8,11 @@ and persistence. Names, seals and epochs are those of `SharedStoreTier`.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from itertools import islice
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
@@ -49,6 +49,8 @@ _EPOCH_INTERVAL_S = 5.0
 _WINDOW_BYTES = 1 << 20
 # A store sends this many bytes; then it waits, and asks which of the next blocks another engine has stored.
 _STORE_WINDOW_BYTES = 4 << 20
+# How long a call deletes the blocks of a private epoch; the next one goes on.
+_DELETE_S = 2.0
 _SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 
 
@@ -137,6 +139,8 @@ class ValkeyTier(SharedStoreTier):
         # One lock, because a cluster's client reads the topology while it is made.
         self._connecting = Lock()
         self._client: Any = None
+        # The deletion of a prefix that has not ended yet.
+        self._scan: Iterator[int] | None = None
         super().__init__(
             host_blocks,
             "VALKEY",
@@ -288,8 +292,15 @@ class ValkeyTier(SharedStoreTier):
         for name in names:
             server.unlink(name)
 
-    def delete_older(self, prefix: bytes) -> None:
-        _unlink(self._server(), prefix + b"*")
+    def delete_older(self, prefix: bytes) -> bool:
+        # On a large server most names are others', so a scan goes on where the last call ended.
+        scan, self._scan = self._scan or _unlink(self._server(), self._is_cluster, prefix + b"*"), None
+        end_s = time.monotonic() + _DELETE_S
+        for _ in scan:
+            if time.monotonic() >= end_s:
+                self._scan = scan
+                return False
+        return True
 
     def maintain(self) -> None:
         # A server that has not answered yet is tried by the next job.
@@ -353,30 +364,34 @@ def clear_server(
     clients: list[str] | None = []
     try:
         with closing(_client_of(values)) as client:
-            nodes = [client]
-            if values.cluster:
-                nodes = [client.get_valkey_connection(node) for node in client.get_primaries()]
-            for node in nodes:
+            for node in _nodes_of(client, values.cluster):
                 names = node.scan_iter(match=pattern, count=1000)
                 counts.update(b":".join(name.split(b":")[:2]).decode(errors="replace") for name in names)
                 clients = _other_clients(node, clients)
             confirm(counts, clients)
-            return sum(_unlink(node, pattern) for node in nodes)
+            return sum(_unlink(client, values.cluster, pattern))
     except (ValkeyError, OSError) as error:
         raise ValueError(f"{_address(values.url)} cannot be used: {_shown(error)}") from None
 
 
-def _unlink(server: Any, pattern: bytes) -> int:
-    """Delete the names that match, and return their number."""
-    num_deleted = 0
-    names = server.scan_iter(match=pattern, count=1000)
-    while some := list(islice(names, 1000)):
-        # One name a command: in a cluster, names of one command must lie in one slot.
-        with server.pipeline(transaction=False) as pipeline:
-            for name in some:
-                pipeline.unlink(name)
-            num_deleted += sum(pipeline.execute())
-    return num_deleted
+def _nodes_of(client: Any, is_cluster: bool) -> list[Any]:
+    """Return a client of each server that holds names."""
+    return [client.get_valkey_connection(node) for node in client.get_primaries()] if is_cluster else [client]
+
+
+def _unlink(client: Any, is_cluster: bool, pattern: bytes) -> Iterator[int]:
+    """Delete the names that match; yield the number that each step of the servers' scans has deleted."""
+    for node in _nodes_of(client, is_cluster):
+        cursor = None
+        while cursor != 0:
+            # A step may find no name.
+            cursor, names = node.scan(cursor or 0, match=pattern, count=1000)
+            # One name a command: in a cluster, names of one command must lie in one slot.
+            with node.pipeline(transaction=False) as pipeline:
+                for name in names:
+                    pipeline.unlink(name)
+                num_deleted = sum(pipeline.execute())
+            yield num_deleted
 
 
 def _other_clients(node: Any, known: list[str] | None) -> list[str] | None:

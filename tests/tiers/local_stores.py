@@ -118,7 +118,12 @@ class LocalValkey:
 
     def _scan(self, cursor, *options):
         pattern = options[options.index(b"MATCH") + 1] if b"MATCH" in options else b"*"
-        return [b"0", [name for name in self.values if fnmatchcase(name, pattern)]]
+        start, count = int(cursor), int(options[options.index(b"COUNT") + 1]) if b"COUNT" in options else 10
+        if not start:
+            self.scanned = list(self.values)
+        part, end = self.scanned[start : start + count], start + count
+        names = [name for name in part if name in self.values and fnmatchcase(name, pattern)]
+        return [b"%d" % (end if end < len(self.scanned) else 0), names]
 
     def _auth(self, *arguments):
         is_known = arguments[:-1] in ((), (b"default",)) and arguments[-1] == self.password

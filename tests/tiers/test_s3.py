@@ -200,8 +200,9 @@ def test_failed_deletion_is_tried_again(local, start, monkeypatch):
     assert not set(paths) & local.objects.keys()
 
 
-def test_long_deletion_ends_no_reset(local, start, monkeypatch):
+def test_long_deletion_goes_on_later(local, start, monkeypatch):
     """The private blocks are too many to be deleted in time. They have names that no engine will ask for."""
+    time_s = s3._DELETE_S
     monkeypatch.setattr(s3, "_DELETE_S", 0.01)
     tier = start()
     paths = private_blocks(tier, local)
@@ -209,6 +210,10 @@ def test_long_deletion_ends_no_reset(local, start, monkeypatch):
     wait_for_reset(tier)
     assert set(paths) <= local.objects.keys()
     assert store(tier, KEYS[:2], 60).done == KEYS[:2]
+    monkeypatch.setattr(s3, "_DELETE_S", time_s)
+    assert tier._life.maintain(60)
+    assert not set(paths) & local.objects.keys()
+    assert load(tier, KEYS[:2], 61).done == KEYS[:2]
 
 
 @pytest.mark.parametrize("status", [201, 202, 206])

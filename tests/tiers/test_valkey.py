@@ -34,7 +34,7 @@ from stores import (
 )
 from valkey import Valkey
 
-from kvcache.tiers import valkey_wire
+from kvcache.tiers import valkey, valkey_wire
 from kvcache.tiers.base.checksum import Namespace
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyOptions, ValkeyTier, clear_server
 from kvcache.tiers.valkey_wire import Channel, WireError
@@ -274,6 +274,28 @@ def test_restarted_server_gets_epoch_back(server, opened):
         wait_for_reset(tier)
     assert len({started, *map(epoch_of, opened)}) == 4
     assert epoch_of(open_tier(opened, server.url)) == started
+
+
+def test_long_deletion_goes_on_later(local, opened, monkeypatch):
+    """A large server: a reset waits for a part of its scan only, and the next one does not end the deletion."""
+    monkeypatch.setattr(valkey, "_DELETE_S", 0)
+    tier = open_tier(opened, local.url)
+    others = {b"other:%d" % i: b"" for i in range(4500)}
+    local.values.update(others)
+    for job_id in range(2):
+        tier.reset()
+        wait_for_reset(tier)
+        store(tier, KEYS, job_id)
+    private = [name for name in local.values if name.startswith(tier.prefix) and name != tier.epoch_name]
+    assert len(private) == 2 * len(KEYS)
+    tier.reset("v8")
+    wait_for_reset(tier)
+    assert local.calls[b"SCAN"] == 2
+    store(tier, KEYS, 2)
+    for _ in range(10):
+        tier._life.maintain(60)
+    assert local.values.keys() == others.keys() | {tier.epoch_name, *map(tier.store_name, KEYS)}
+    assert local.calls[b"SCAN"] == 2 * 5
 
 
 @pytest.mark.parametrize("salt", ["", "0123456789abcdef"])
