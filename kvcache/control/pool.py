@@ -404,9 +404,7 @@ class BlockPool:
         output = self._cache.reserve(keys, request_keys, admitted)
         if output is None:
             if not is_move:
-                self.rejected_stores += 1
-                num_absent = self._cache.status(list(dict.fromkeys(keys))).count(ABSENT)
-                self._missed.count(num_absent, req_context, is_refused=True)
+                self.refuse(keys, req_context)
             return None
         num_evicted = len(output.evicted_keys)
         self.evicted_blocks += num_evicted
@@ -415,6 +413,12 @@ class BlockPool:
             num_missed = len(output.keys_to_store) + self._cache.gated_blocks - num_gated
             self._missed.count(num_missed, req_context)
         return output
+
+    def refuse(self, keys: list[bytes], req_context: ReqContext | None) -> None:
+        """Count a store of an engine that is refused."""
+        self.rejected_stores += 1
+        num_absent = self._cache.status(list(dict.fromkeys(keys))).count(ABSENT)
+        self._missed.count(num_absent, req_context, is_refused=True)
 
     def reserve_leading(self, keys: list[bytes]) -> PrepareStoreOutput | None:
         """Reserve slots for the longest prefix of `keys` that fits, for a move. Return None if none fits."""

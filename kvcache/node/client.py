@@ -175,14 +175,16 @@ class NodeManager(LastLookUp, OffloadingManager):
         with suppress(ValueError):
             payload, num_bytes = pack_keys(keys)[1:]
             answer = self._link.ask(protocol.OFFER, 0, prompt.number, payload, num_bytes)
-        if answer is None or answer.flag:
-            # A store without an answer is an outage, not a lack of room.
-            self._counts["rejected_stores"] += answer is not None
+        if answer is None:
+            # An outage, not a lack of room.
             return None
-        slots = np.frombuffer(answer.payload, "<i4").tolist()
+        num_missed, *slots = np.frombuffer(answer.payload, "<i4").tolist()
+        self._counts["needed_blocks"] += num_missed
+        if answer.flag:
+            self._counts["rejected_stores"] += 1
+            return None
         taken = {key: slot for key, slot in zip(keys, slots, strict=True) if slot >= 0}
         prompt.writing.update(taken)
-        self._counts["needed_blocks"] += len(taken)
         return PrepareStoreOutput([*taken], CPULoadStoreSpec([*taken.values()]), [])
 
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:

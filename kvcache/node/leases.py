@@ -325,6 +325,8 @@ class NodeLeases:
         offered, _ = unpack_keys(frame.payload, frame.key_bytes, epoch=engine.epoch)
         keys, lease = offered, engine.leases[frame.request]
         output, room, engine.offered = None, self._room(engine), []
+        pool = self.manager.pool
+        num_needed = pool.needed_blocks
         if engine.is_recovering():
             # A part of the store is enough: its end returns the slots from before the reset.
             keys = keys[:room]
@@ -335,13 +337,17 @@ class NodeLeases:
                 output = self.manager.prepare_store(keys, lease.context)
             finally:
                 self._hooks.writer = OWNER
+        else:
+            pool.refuse(offered, lease.context)
+        # What the engine computed in vain: also blocks that the policy declines, or of a refused store.
+        missed = struct.pack("<I", pool.needed_blocks - num_needed)
         if output is None:
-            return pack(protocol.SLOTS, 1, frame.request)
+            return pack(protocol.SLOTS, 1, frame.request, missed)
         self.manager.reorder(lease.read_ends())
         slots = output.store_spec.block_ids  # type: ignore[attr-defined]
         engine.offered = slots.tolist()
         engine.writing.update(zip(engine.offered, output.keys_to_store, strict=True))
-        return pack(protocol.SLOTS, 0, frame.request, _slots_of(offered, output.keys_to_store, slots))
+        return pack(protocol.SLOTS, 0, frame.request, missed + _slots_of(offered, output.keys_to_store, slots))
 
     def _end_stores(self, engine: EngineLeases, slots: list[int], context: ReqContext | None, success: bool) -> None:
         """Commit or drop stores of an engine. ValueError: it does not write these slots."""

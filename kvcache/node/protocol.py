@@ -24,7 +24,7 @@ from kvcache.node.batch import MAX_KEY_BYTES
 from kvcache.options import without_secrets
 from kvcache.transfer.shared_file import make_private, private_folder
 
-VERSION = 4
+VERSION = 5
 EPOCH_BYTES = 8
 """Length of an epoch, the prefix of an engine's keys in the pool. The epoch is empty if the weights are unknown."""
 HEAD = struct.Struct("<IBBHI")
@@ -37,8 +37,9 @@ MAX_HELLO_BYTES = 1 << 20
 _MAX_JSON_BYTES = 64 << 10
 # Flags of ACQUIRE. Without one, the owner looks up the leading blocks of a prompt; HYBRID: all blocks; ONE_KEY: one
 # block, also in tiers. The flag of HELD is the state of the next block, and SLOTS has flag 1 if the store is refused.
-# Both answers contain the slot of each requested block, or -1 for a block without a slot. LATE with flag 1 cancels the
-# last OFFER: the engine ignores its answer.
+# Both answers contain a count, of found blocks that other engines wrote or of offered blocks that were absent, and the
+# slot of each requested block, or -1 for a block without a slot. LATE with flag 1 cancels the last OFFER: the engine
+# ignores its answer.
 HYBRID, ONE_KEY = 1, 2
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

@@ -64,6 +64,20 @@ def test_engines_in_turns_hit_as_one(node, policy):
         times[0] += 1
     node.check()
     assert sum(engine.parts()[1].stats.shared_hit_blocks for engine in engines) > hits[0] / 4 > 50
+    for name in ("loaded_blocks", "needed_blocks"):
+        assert sum(getattr(engine.stats(), name) for engine in engines) == getattr(alone.stats(), name)
+
+
+def test_refused_blocks_are_needed_once(node):
+    node = node(64)
+    engine = node.engine("a")
+    turn(engine, *prompt(1, 8))
+    keys, context = prompt(1, 40)
+    for _ in range(3):
+        assert engine.prepare_store(keys, context) is None
+        assert (engine.stats().needed_blocks, engine.stats().loaded_blocks) == (40, 0)
+    assert len(engine.prepare_store(keys[:24], context).keys_to_store) == 16
+    assert (engine.stats().needed_blocks, engine.stats().rejected_stores) == (40, 3)
 
 
 def test_prompt_costs_one_round_trip(node):

@@ -281,7 +281,7 @@ def test_ledger_is_written_before_answers(node, monkeypatch):
     def spy(owner, connection, data):
         for frame in protocol.FrameReader().feed(data):
             if frame.op == protocol.SLOTS:
-                slots = np.frombuffer(frame.payload, "<i4").tolist()
+                slots = np.frombuffer(frame.payload, "<i4", -1, 4).tolist()
                 seen.append([int(ledger.state[slot]) for slot in slots] == [1] * len(slots) and slots != [])
             elif frame.op == protocol.HELD and len(frame.payload) > 4:
                 slots = np.frombuffer(frame.payload, "<i4", -1, 4).tolist()
