@@ -15,11 +15,12 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import numpy as np
 
-from kvcache.background import after_fork
+from kvcache.background import Background, after_fork
 from kvcache.block import ASK_AGAIN, READY
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.epoch import Epoch, without_weights
@@ -35,6 +36,8 @@ from kvcache.transfer.shared_file import SharedBlocks
 
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.02
+_IDLE_S = 1.0
+"""How often an engine without requests looks for the next owner, which keeps the engine's slots reserved until then."""
 
 
 class MappedPool(SharedBlocks):
@@ -112,6 +115,9 @@ class NodeManager(LastLookUp, OffloadingManager):
         answer = connect(self._link)
         self.number: int = answer["number"]
         self.found: list[str] = answer["found"]
+        # Held while the last request ends, or none is open: then the thread may use the connection.
+        self._lock = RLock()
+        self._idle = Background.every(_IDLE_S, "node-idle", self._step_if_idle)
 
     @property
     def pool(self) -> NodeManager:
@@ -206,9 +212,18 @@ class NodeManager(LastLookUp, OffloadingManager):
             self._end_if_done(prompt, req_context)
 
     def on_schedule_end(self) -> None:
-        if not self._link.is_ready:
-            self._reconnect()
-        self._link.flush()
+        with self._lock:
+            if not self._link.is_ready:
+                self._reconnect()
+            self._link.flush()
+
+    def _step_if_idle(self) -> None:
+        with self._lock:
+            if not (self._prompts or self.refusal):
+                self._link.check()
+                if not self._link.is_ready:
+                    self._reconnect(starts_owner=False)
+                self._link.flush()
 
     def reset_cache(self, version: str | int | None = None) -> None:
         """Begin the epoch of `version`, or a private one. Blocks of the old epoch stay in the pool for other engines.
@@ -217,20 +232,21 @@ class NodeManager(LastLookUp, OffloadingManager):
         older ones before it. While the owner cannot be reached, every look-up misses.
         """
         epoch = Epoch.after_reset(self.version_of_reset(version)).digest()
-        for req_context, prompt in list(self._prompts.items()):
-            if prompt.num_loads or prompt.writing:
-                self._stale.append(prompt)
-                del self._prompts[req_context]
-            else:
-                prompt.release(self._link)
-        self.remember(None, None)
-        # If the connection is lost, the next greeting names the new epoch.
-        self._link.hello["epoch"] = epoch.hex()
-        if self._link.ask(protocol.RESET, 0, 0, epoch) is None:
-            # The owner may not have received the reset, and would find old blocks. A new greeting repeats it.
-            self._link.hello["is_reset"] = True
-            self._link.close()
-        self._send_prompts_again()
+        with self._lock:
+            for req_context, prompt in list(self._prompts.items()):
+                if prompt.num_loads or prompt.writing:
+                    self._stale.append(prompt)
+                    del self._prompts[req_context]
+                else:
+                    prompt.release(self._link)
+            self.remember(None, None)
+            # If the connection is lost, the next greeting names the new epoch.
+            self._link.hello["epoch"] = epoch.hex()
+            if self._link.ask(protocol.RESET, 0, 0, epoch) is None:
+                # The owner may not have received the reset, and would find old blocks. A new greeting repeats it.
+                self._link.hello["is_reset"] = True
+                self._link.close()
+            self._send_prompts_again()
 
     def reorder(self, req_context: ReqContext) -> None:
         """Done by the owner with each store."""
@@ -254,26 +270,35 @@ class NodeManager(LastLookUp, OffloadingManager):
 
     def owner_figures(self) -> dict[str, Any] | None:
         """Return the owner's counters, or None if it does not answer."""
-        answer = self._link.ask(protocol.STATS, 0, 0)
+        with self._lock:
+            answer = self._link.ask(protocol.STATS, 0, 0)
         return None if answer is None else json.loads(answer.payload)
 
     def shutdown(self) -> None:
+        self._idle.stop()
         self.on_schedule_end()
         self._leave()
         super().shutdown()
 
     def _leave(self) -> None:
+        # In a forked child, a thread of the parent may have had the lock.
+        self._lock = RLock()
         self._link.close()
         self.refusal = "shut down, or in a forked process"
 
     def _prompt(self, req_context: ReqContext | None) -> Prompt:
         if not isinstance(req_context, ReqContext):
             raise ValueError(f"a call of a node's pool needs its request, got {req_context!r}")
-        return self._prompts.get(req_context) or self._open(req_context)
+        prompt = self._prompts.get(req_context) or self._open(req_context)
+        if prompt.phase is Phase.ENDED:
+            # A call after the end, while a store runs: the owner, which has forgotten the request, gets its end again.
+            prompt.phase = Phase.FINISHED
+        return prompt
 
     def _open(self, req_context: ReqContext) -> Prompt:
         self._last_number = self._last_number % 0x7FFFFFFF + 1
-        prompt = self._prompts[req_context] = Prompt(self._last_number, self._is_hybrid, self.asks_tiers)
+        with self._lock:
+            prompt = self._prompts[req_context] = Prompt(self._last_number, self._is_hybrid, self.asks_tiers)
         if req_context.retention is not None or req_context.kv_transfer_params is not None:
             hint = self._hints.of(req_context)
             if hint is not None:
@@ -282,10 +307,11 @@ class NodeManager(LastLookUp, OffloadingManager):
 
     def _end_if_done(self, prompt: Prompt, req_context: Any) -> None:
         if prompt.end_if_done(self._link):
-            self._prompts.pop(req_context, None)
-            if not self._prompts:
-                # An engine that becomes idle makes no later call, and other engines wait for its last blocks.
-                self._link.flush()
+            with self._lock:
+                self._prompts.pop(req_context, None)
+                if not self._prompts:
+                    # An engine that becomes idle makes no later call, and other engines wait for its last blocks.
+                    self._link.flush()
 
     def _drop_stale(self) -> None:
         """Return the slots of copies from before a reset: a later copy has ended."""
@@ -304,13 +330,13 @@ class NodeManager(LastLookUp, OffloadingManager):
         leases = [(prompt.number, prompt.held.slots, list(prompt.writing.values())) for prompt in prompts]
         return [lease for lease in leases if lease[1] or lease[2]]
 
-    def _reconnect(self) -> None:
+    def _reconnect(self, starts_owner: bool = True) -> None:
         """Try to come back to an owner, without waiting for it."""
         now_s = time.monotonic()
         if self.refusal or now_s < self._link.retry_s:
             return
         self._link.retry_s = now_s + _RETRY_S
-        frame = self._link.meet(self._leases())
+        frame = self._link.meet(self._leases(), starts_owner=starts_owner)
         if frame is None:
             return
         if not self._link.is_ready:

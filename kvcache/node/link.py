@@ -138,6 +138,14 @@ class Link:
             except OSError as error:
                 self.lose(error)
 
+    def check(self) -> None:
+        """Notice that the owner has ended, also without a message to it."""
+        if self.is_ready and not self._num_late:
+            try:
+                self.receive()
+            except OSError as error:
+                self.lose(error)
+
     def _send(self) -> None:
         """Send what the socket takes in `_SEND_S`; to a late owner without waiting, because its socket may be full."""
         assert self._sock is not None
@@ -180,10 +188,12 @@ class Link:
         self._unsent[:] = [frame[sent:]] if sent < len(frame) else []
         self._num_unsent_bytes, self._num_late = len(frame) - sent, 0
 
-    def meet(self, leases: list[tuple[int, list[int], list[int]]], timeout_s: float = 0.0) -> Frame | None:
+    def meet(
+        self, leases: list[tuple[int, list[int], list[int]]], timeout_s: float = 0.0, starts_owner: bool = True
+    ) -> Frame | None:
         """Greet the owner unless it was greeted, and return its answer, or None if it has not arrived.
 
-        If no owner listens, one is started, unless another was started a moment before.
+        With `starts_owner`, here and of the link, a missing owner is started, unless one was a moment before.
         """
         try:
             if not self.is_open:
@@ -196,7 +206,7 @@ class Link:
             self.close()
             self.fault = error
             is_gone = isinstance(error, ConnectionRefusedError | FileNotFoundError)
-            if is_gone and self.starts_owner and time.monotonic() >= self._restart_s:
+            if is_gone and starts_owner and self.starts_owner and time.monotonic() >= self._restart_s:
                 self._restart_s = time.monotonic() + _RESTART_S
                 try:
                     spawn_owner(self.folder)

@@ -8,6 +8,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+@pytest.fixture(autouse=True)
+def idle_engines(monkeypatch):
+    """An engine comes back to an owner when its test steps it."""
+    monkeypatch.setattr("kvcache.node.client._IDLE_S", 3600.0)
+
+
 @pytest.fixture
 def node():
     """A function that starts a `Node`; all are closed after the test."""

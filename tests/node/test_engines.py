@@ -109,6 +109,23 @@ def test_engine_holds_half_at_most(node):
     node.check()
 
 
+def test_store_after_end_ends_again(node):
+    """An engine stores more blocks of a finished request, while a store of it runs."""
+    node = node(64)
+    engine = node.engine("a")
+    keys, context = prompt(1, 8)
+    assert engine.prepare_store(keys[:4], context)
+    engine.on_request_finished(context)
+    assert engine.prepare_store(keys[4:], context)
+    assert engine.prepare_load([], context).block_ids.tolist() == []
+    engine.complete_load([], context)
+    for part in (keys[:4], keys[4:]):
+        engine.complete_store(part, context)
+    assert engine.owner_figures()["num_pending"] == 0
+    assert (dict(node.leases.engines[0].leases), engine._prompts) == ({}, {})
+    node.check()
+
+
 def test_block_being_written_makes_others_wait(node, monkeypatch):
     node = node(64)
     writer, reader = node.engine("a"), node.engine("b")

@@ -73,6 +73,37 @@ def test_idle_engine_returns_late_slots(node):
     node.check()
 
 
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_idle_engine_joins_next_owner(node, monkeypatch, ends_first):
+    """An owner ends before or after the last call of an engine, whose slots the next owner keeps until it greets."""
+    node = node(64)
+    other = node.engine("b")
+    monkeypatch.setattr("kvcache.node.client._IDLE_S", 0.02)
+    engine = node.engine("a")
+    turn(engine, *prompt(1, 8))
+    keys, context = prompt(2, 8)
+    held = prompt(1, 8)
+    assert engine.lookup(*held) == 8
+    engine.prepare_store(keys, context)
+    engine.owner_figures()
+    with gated(node.owner) as gate:
+        if not ends_first:
+            engine.complete_store(keys, context)
+            for request in (context, held[1]):
+                engine.on_request_finished(request)
+        node.owner.stop()
+        gate.set()
+        node.thread.join(10)
+    if ends_first:
+        engine.complete_store(keys, context)
+        for request in (context, held[1]):
+            engine.on_request_finished(request)
+    node.start()
+    wait_for(lambda: other.owner_figures() or other.on_schedule_end() or other._link.is_ready)
+    wait_for(lambda: (figures := other.owner_figures()) and figures["num_pending"] + figures["num_referenced"] == 0)
+    node.check()
+
+
 def test_idle_engine_returns_late_blocks(node):
     """The last look-up of an engine is late, and no later call of it returns the blocks of the answer."""
     node = node(64)
