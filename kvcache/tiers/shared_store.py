@@ -160,7 +160,7 @@ class SharedStoreTier(JobTier):
         try:
             # A model that no engine has, so that no engine's names are changed.
             tier = cls.make(options, np.zeros((1, _PROBE_BYTES), np.uint8), {"check": secrets.token_hex(8)})
-            reason: str = tier._probe()
+            reason: str = tier._probe()  # noqa: SLF001
             return reason
         except Exception as error:
             # The client of a store raises errors of its own package.

@@ -263,7 +263,7 @@ def _run(
         while (publisher := reference()) is not None:
             # Read before the events: those that were logged before the stop are still sent.
             is_last = stopping.is_set()
-            wait_ms = publisher._look() or min(2 * wait_ms, _MAX_WAIT_MS)
+            wait_ms = publisher._look() or min(2 * wait_ms, _MAX_WAIT_MS)  # noqa: SLF001
             if is_last:
                 return
             del publisher
@@ -274,7 +274,7 @@ def _run(
     except Exception:
         _LOG.exception("kvcache publishes no more KV events")
         if (publisher := reference()) is not None:
-            publisher._unfollow()
+            publisher._unfollow()  # noqa: SLF001
     finally:
         context.destroy(linger=200)
 

@@ -119,7 +119,7 @@ class CompactTrace:
         (folder / "trace.json").write_text(text)
         if num_late:
             # An external merge sort: runs are sorted in their files, and a piece of each is in memory while they merge.
-            runs = cls.load(folder, "r+")._sort_runs()
+            runs = cls.load(folder, "r+")._sort_runs()  # noqa: SLF001
             folder /= "sorted"
             folder.mkdir()
             cls.spool(heapq.merge(*runs, key=lambda request: request.arrival_s), block_size, folder)
