@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +12,6 @@ from kvcache import (
     BlockStateError,
     CPUBackend,
     CPUOffloadingManager,
-    ManagerStats,
-    OffloadingEvent,
     OffloadingManager,
     ReqContext,
 )
@@ -100,32 +98,6 @@ def test_load_in_wrong_state_changes_nothing(
     assert everything(manager) == before
 
 
-def test_failed_store_returns_slots_in_order(make: Make) -> None:
-    manager = make(4)
-    manager.prepare_store([A, B, C, D])
-    manager.complete_store([A])
-    manager.complete_store([C, F, A, B, C, D], success=False)
-
-    assert manager.lookup(A) is True
-    assert [manager.lookup(key) for key in (B, C, D)] == [False] * 3
-    assert manager.stats().failed_blocks == 3
-    assert manager.stats().num_free == 3
-    # Freed C (2), B (1), D (3): the last freed comes first.
-    assert manager.prepare_store([D, E, F]).store_spec.block_ids.tolist() == [3, 1, 2]
-
-
-@pytest.mark.parametrize("form", [iter, set])
-def test_every_call_takes_any_iterable(make: Make, form: Callable[[list[bytes]], Iterable[bytes]]) -> None:
-    manager = make(2)
-    assert sorted(manager.prepare_store(form([A, B])).keys_to_store) == [A, B]
-    manager.complete_store(form([A, B]))
-    manager.touch(form([A, B]))
-    manager.prepare_load(form([A, B]))
-    assert manager.stats().num_referenced == 2
-    manager.complete_load(form([A, B]))
-    assert manager.stats().num_referenced == 0
-
-
 def test_request_that_only_ends_uses_positions(make: Make) -> None:
     manager, context = make(2), ReqContext()
     store(manager, A, B)
@@ -143,57 +115,6 @@ def test_outputs_keep_their_older_names(make: Make) -> None:
     assert (output.block_hashes_to_store, output.block_hashes_evicted) == ([B], [A])
     assert (stored.block_hashes, removed.block_hashes) == ([A], [A])
     assert manager._policy is manager.policy
-
-
-def test_one_event_per_batch_unless_empty(make: Make) -> None:
-    manager = make(2, enable_events=True)
-    store(manager, A, B)
-    store(manager, A)
-    store(manager, C, D)
-    manager.prepare_store([E])
-    manager.complete_store([E], success=False)
-
-    assert list(manager.take_events()) == [
-        OffloadingEvent([A, B], 16, "CPU", False),
-        OffloadingEvent([A, B], 16, "CPU", True),
-        OffloadingEvent([C, D], 16, "CPU", False),
-        OffloadingEvent([C], 16, "CPU", True),
-    ]
-    store(manager, F)
-    manager.reset_cache()
-    assert list(manager.take_events()) == []
-
-
-def test_stats_count_blocks_and_calls(make: Make) -> None:
-    manager = make(4)
-    store(manager, A, B)  # 2 stored
-    store(manager, C, D)
-    store(manager, E)  # 1 evicted
-    assert manager.lookup([B, C, A]) == 2
-    manager.lookup(A)
-    manager.prepare_load([B, B, C])
-    assert manager.prepare_store([A, F, b"G"]) is None
-    manager.prepare_store([A])  # 1 evicted
-    manager.prepare_store([F])  # 1 evicted
-    manager.complete_store([F], success=False)
-
-    assert list(manager.take_events()) == []  # the manager was not asked for events
-    assert manager.stats() == ManagerStats(
-        num_blocks=4,
-        num_free=1,
-        num_referenced=2,
-        num_pending=1,
-        lookups=2,
-        looked_up_blocks=4,
-        hit_blocks=2,
-        loaded_blocks=3,
-        stored_blocks=5,
-        evicted_blocks=3,
-        rejected_stores=1,
-        failed_blocks=1,
-        gated_blocks=0,
-        needed_blocks=13,
-    )
 
 
 def test_refused_store_needs_no_hash() -> None:

@@ -24,6 +24,9 @@ def test_life_cycle_calls_accept_unknown_requests() -> None:
     assert manager.on_new_request(ReqContext()) == RequestOffloadingContext()
     manager.on_request_finished(ReqContext())
     manager.on_schedule_end()
+    manager.prepare_store([A])
+    manager.complete_store([A])
+    assert list(manager.take_events()) == []  # the manager was not asked for events
     manager.shutdown()
 
 

@@ -46,34 +46,6 @@ def test_moves_count_as_no_engine_calls(policy: Any) -> None:
     assert counts(manager) == {"needed_blocks": 1, "gated_blocks": 1}
 
 
-def test_engines_calls_are_counted(policy: Any) -> None:
-    manager = CPUOffloadingManager(16, 4, policy)
-    store(manager, A, B)
-    manager.prepare_store([C])
-    manager.complete_store([C], False)
-    manager.prepare_load([A, B])
-    assert manager.prepare_store([C, D, E]) is None
-    assert counts(manager) == {
-        "loaded_blocks": 2, "stored_blocks": 2, "failed_blocks": 1, "rejected_stores": 1, "needed_blocks": 8
-    }  # fmt: skip
-
-
-def test_refused_blocks_count_once(policy: Any) -> None:
-    manager = CPUOffloadingManager(16, 2, policy)
-    store(manager, A, B)
-    manager.prepare_load([A, B])
-    context = ReqContext()
-    # vLLM offers the blocks of a refused store again, and those of the next step with them.
-    assert manager.prepare_store([C], context) is None
-    assert manager.prepare_store([C, D], context) is None
-    assert manager.needed_blocks == 6
-    manager.complete_load([A, B])
-    assert manager.prepare_store([C, D], context) is not None
-    assert manager.needed_blocks == 6
-    assert manager.prepare_store([E], context) is None
-    assert manager.needed_blocks == 7
-
-
 def test_reserve_leading_takes_fitting_prefix(policy: Any) -> None:
     manager = CPUOffloadingManager(16, 6, policy)
     store(manager, A)
@@ -98,15 +70,6 @@ def test_threshold_below_two_stores_at_once(threshold: int, policy: Any) -> None
     manager = CPUOffloadingManager(16, 4, policy, store_threshold=threshold)
     store(manager, A)
     assert manager.lookup(A)
-
-
-@pytest.mark.parametrize("success", [True, False])
-def test_success_may_replace_the_context(success: bool, policy: Any) -> None:
-    manager = CPUOffloadingManager(16, 4, policy)
-    manager.prepare_store([A])
-    manager.complete_store([A], success)
-    assert manager.lookup(A) is success
-    assert counts(manager) == {"stored_blocks" if success else "failed_blocks": 1, "needed_blocks": 1}
 
 
 def test_first_hint_of_keys_keeps_them() -> None:
