@@ -209,12 +209,11 @@ def test_positions_order_a_running_request(make: Any, order: str, size: int) -> 
     assert drain(cache, 30) == keys(*reversed(range(30)))
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", ["the same keys", "equal keys", "another order", "some"])
-def test_requests_in_parts_leave_in_order(form: str, name: str) -> None:
+def test_requests_in_parts_leave_in_order(form: str) -> None:
     """Parts of three requests turn about, are made ready out of order, loaded, and ordered by positions at the end."""
     rng = random.Random(form)
-    policy = POLICIES.resolve(name)
+    policy = POLICIES.resolve("lru")
     caches = [policy(60).native(60), GenericBlockCache(policy(60), CPUBackend(16, 60), 60)]
     for _ in range(30):
         requests = []
