@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("typer")
 
+from servers import find_valkey, running_valkey
+
 from kvcache.lab.bench.copy import CopyBench
-from kvcache.lab.bench.servers import find_valkey, running_valkey
 
 
 @pytest.mark.slow

@@ -12,10 +12,10 @@ import time
 import numpy as np
 import pytest
 from node_harness import Node, prompt
+from servers import find_valkey, free_port, wait_for_port
 
 from kvcache import TieredOffloadingManager
 from kvcache.epoch import named
-from kvcache.lab.bench.servers import find_valkey, free_port, wait_for_port
 
 pytest.importorskip("xxhash")
 NUM_STEPS = int(1000 * float(os.environ.get("KVCACHE_STRESS", "1")))

@@ -12,10 +12,10 @@ import processes
 import pytest
 from host_pools import mamba, mha, mla
 from processes import TOKENS, load_right, prompt, running
+from servers import find_valkey, free_port, running_valkey
 from test_disk_failures import FAULTS, FailingCalls
 
 from kvcache.integrations.sglang import storage
-from kvcache.lab.bench.servers import find_valkey, free_port, running_valkey
 
 QUICK = {"deadline_s": 0.3, "pause_s": 0.05, "flush_interval_s": 0.02}
 

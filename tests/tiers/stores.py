@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from servers import find_valkey, free_port, wait_for_port
 
-from kvcache.lab.bench.servers import find_valkey, free_port, wait_for_port
 from kvcache.testing.tier_contract import TierContract
 
 VALKEY_BINARY = find_valkey()

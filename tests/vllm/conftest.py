@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from kvcache.lab.bench.servers import find_valkey, running_valkey
+from servers import find_valkey, running_valkey
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 

@@ -1,4 +1,4 @@
-"""A Valkey or Redis server on loopback, for demos, benchmarks and tests."""
+"""A Valkey or Redis server on loopback, for tests and benchmarks."""
 
 from __future__ import annotations
 
