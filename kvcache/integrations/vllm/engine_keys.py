@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from kvcache.integrations.vllm import settings
-from kvcache.options import Options, choice_of, count_from, option, parse_count, parse_flag
+from kvcache.options import choice_of
 
 _DEFAULT_BLOCK = 16
 _DEVICES = ("nvidia*", "dxg", "kfd", "dri/renderD*")
@@ -23,37 +22,10 @@ NO_DEVICE = (
 )
 
 
-def _parse_whole(name: str, value: object) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{name} must be a whole number, as vLLM reads it, got {value!r}")
-    return parse_count(name, value)
-
-
-@dataclass(frozen=True)
-class EngineKeys(Options):
-    """Options that vLLM reads with each of its specs."""
-
-    where: ClassVar[str] = settings.WHERE
-
-    block_size: int | None = option(_parse_whole, None, when="offloaded blocks should be larger: tokens of one")
-    blocks_per_chunk: int | None = option(_parse_whole, None, when="offloaded blocks should be larger")
-    offload_prompt_only: bool = option(parse_flag, True, when="generated tokens are used again, too")
-    canonical_layout: bool = option(parse_flag, False, when="engines with other numbers of ranks should share blocks")
-    self_describing_kv_events: bool = option(parse_flag, False, when="routers need the tokens of blocks")
-
-
-@dataclass(frozen=True)
-class EngineSpecKeys(EngineKeys):
-    """Options that only vLLM's own specs read."""
-
-    store_threshold: int = option(count_from(0), 0, when="most prompts are used once")
-    max_tracker_size: int = option(parse_count, 64_000, when="`store_threshold` must remember more keys")
-
-
 def engine_faults(extra_config: Mapping[str, Any], engine_block: object) -> Iterator[tuple[str, str]]:
     """Yield the level and text of each key that vLLM would refuse or misread; `engine_block` is its ``block_size``."""
     is_engine_spec = settings.is_engine_spec(extra_config)
-    keys = EngineSpecKeys if is_engine_spec else EngineKeys
+    keys = settings.EngineSpecKeys if is_engine_spec else settings.EngineKeys
     # The other options are ours: vLLM does not read them.
     values = {name: extra_config[name] for name in keys.declared() if name in extra_config}
     for name in values:

@@ -5,7 +5,7 @@ Needs no vLLM, so that a configuration can be checked before one starts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 
 from kvcache.assembly.assemble import KindOptions, OffloadSettings, TierSettings, parse_kind
 from kvcache.options import (
+    Options,
     choice_of,
+    count_from,
     format_size,
     name_unknown,
     option,
@@ -31,41 +33,49 @@ DEFAULT_POLICY = "gittins"
 SELF_DESCRIBING = "self_describing_kv_events"
 UNDESCRIBED = f"KV events are on without {SELF_DESCRIBING!r}: true in {WHERE}; routers ignore events without tokens"
 
-# Read by vLLM itself out of the same mapping.
-ENGINE_KEYS = frozenset(
-    {
-        "block_size",
-        "blocks_per_chunk",
-        "canonical_layout",
-        "offload_prompt_only",
-        SELF_DESCRIBING,
-        "spec_module_path",
-        "spec_name",
-        "sync_load_budget_bytes",
-    }
-)
+
+def _parse_whole(name: str, value: object) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{name} must be a whole number, as vLLM reads it, got {value!r}")
+    return parse_count(name, value)
+
+
+@dataclass(frozen=True)
+class EngineKeys(Options):
+    """Options that vLLM reads with each of its specs, out of the same mapping as ours."""
+
+    where: ClassVar[str] = WHERE
+
+    block_size: int | None = option(_parse_whole, None, when="offloaded blocks should be larger: tokens of one")
+    blocks_per_chunk: int | None = option(_parse_whole, None, when="offloaded blocks should be larger")
+    offload_prompt_only: bool = option(parse_flag, True, when="generated tokens are used again, too")
+    canonical_layout: bool = option(parse_flag, False, when="engines with other numbers of ranks should share blocks")
+    self_describing_kv_events: bool = option(parse_flag, False, when="routers need the tokens of blocks")
+
+
+@dataclass(frozen=True)
+class EngineSpecKeys(EngineKeys):
+    """Options that only vLLM's own specs read."""
+
+    store_threshold: int = option(count_from(0), 0, when="most prompts are used once")
+    max_tracker_size: int = option(parse_count, 64_000, when="`store_threshold` must remember more keys")
+
+
+_ENGINE_KEYS = EngineKeys.declared().keys() | {"spec_module_path", "spec_name", "sync_load_budget_bytes"}
 _DECIDED_BY_ENGINE = frozenset({"num_cpu_blocks", "enable_events"})
 OUR_KEYS = OffloadSettings.declared().keys() - _DECIDED_BY_ENGINE
 DATA_PLANE = "data_plane"
 NODE_POOL = "node_pool"
 GROUP_WINDOWS = "group_windows"
-KNOWN_KEYS = ENGINE_KEYS | OUR_KEYS | {DATA_PLANE, NODE_POOL}
+KNOWN_KEYS = _ENGINE_KEYS | OUR_KEYS | {DATA_PLANE, NODE_POOL}
 _parse_data_plane = choice_of("vllm", "kvcache")
 _ENGINE_POLICY_KEYS = frozenset({"eviction_policy", "cache_policy_module_path"})
 
 ENGINE_SPECS = ("TieringOffloadingSpec", "CPUOffloadingSpec")
 """vLLM's own specs; the first may have our tiers."""
 _CONNECTOR_VALUES = {"kv_connector": ("OffloadingConnector",), "kv_role": ("kv_producer", "kv_consumer", "kv_both")}
-_ENGINE_SPEC_KEYS = ENGINE_KEYS | {
-    "backpressure",
-    "cache_policy_module_path",
-    "cpu_bytes_to_use",
-    "eviction_policy",
-    "max_tracker_size",
-    "secondary_tiers",
-    "store_threshold",
-    "tier_poll_interval_s",
-}
+_ENGINE_SPEC_KEYS = _ENGINE_KEYS | EngineSpecKeys.declared().keys() | _ENGINE_POLICY_KEYS
+_ENGINE_SPEC_KEYS |= {"backpressure", "cpu_bytes_to_use", "secondary_tiers", "tier_poll_interval_s"}
 # vLLM's factory reads these keys of a secondary tier itself.
 ENGINE_TIER_KEYS = frozenset({"type", "module_path", "backpressure"})
 
@@ -149,7 +159,7 @@ class Placement:
     `settings` describe host memory and the tiers below it. `policy` selects the blocks that leave host memory.
     """
 
-    known_keys: ClassVar[frozenset[str]] = _ENGINE_SPEC_KEYS
+    known_keys: ClassVar[Set[str]] = _ENGINE_SPEC_KEYS
     settings: OffloadSettings
     policy: str | type
 
@@ -199,7 +209,7 @@ class OurManager(Placement):
     `node_pool` is the name of the pool that engines of one machine share, True for one named by the model, or None.
     """
 
-    known_keys: ClassVar[frozenset[str]] = KNOWN_KEYS
+    known_keys: ClassVar[Set[str]] = KNOWN_KEYS
     data_plane: str | None = None
     node_pool: str | bool | None = None
 
