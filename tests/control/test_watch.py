@@ -74,7 +74,7 @@ def test_recorder_refuses_replaced_methods(tmp_path: Any) -> None:
 @pytest.mark.parametrize("is_timed_longer", [False, True])
 def test_timed_and_recorded_manager_counts_both(tmp_path: Any, is_timed_first: bool, is_timed_longer: bool) -> None:
     from kvcache.lab.rerun.recorded import replay_recording
-    from kvcache.recorder.format import Recording
+    from kvcache.lab.traces.recording import Recording
     from kvcache.recorder.recorder import Recorder
 
     manager = CPUOffloadingManager(16, 4)

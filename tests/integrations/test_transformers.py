@@ -27,7 +27,7 @@ from kvcache.integrations.transformers import cache as cache_module
 from kvcache.integrations.transformers.layout import CACHE_ARGUMENT
 from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.lab.traces.recorded_trace import RecordedTrace
-from kvcache.recorder.format import Recording
+from kvcache.lab.traces.recording import Recording
 
 EACH_KIND = [pytest.param(kind, marks=[] if kind in ("llama", "gpt2") else pytest.mark.slow) for kind in KINDS]
 # Their arithmetic does not depend on the number of tokens in a forward, as the routing of experts does.

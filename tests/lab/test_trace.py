@@ -26,7 +26,7 @@ BAILIAN[1] |= {"input_length": 33, "output_length": 9}
 
 
 def test_trace_without_msgspec_reads_all_else(tmp_path, monkeypatch):
-    for name in ("msgspec", "kvcache.recorder.format", "kvcache.lab.traces.recorded_trace"):
+    for name in ("msgspec", "kvcache.lab.traces.recording", "kvcache.lab.traces.recorded_trace"):
         monkeypatch.setitem(sys.modules, name, None)
     path = write(tmp_path, lines_of(MOONCAKE))
     with TraceOptions(path, None, False, 1, 0).open() as trace:

@@ -8,8 +8,8 @@ import pytest
 
 from kvcache import CPUOffloadingManager, ReqContext, Retention
 from kvcache.lab.rerun.recorded import replay_recording
+from kvcache.lab.traces.recording import Recording
 from kvcache.recorder import ops
-from kvcache.recorder.format import Recording
 from kvcache.registry import POLICIES
 
 COMPILED = [name for name in POLICIES.names() if ":" not in name]

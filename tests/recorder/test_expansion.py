@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from kvcache.lab.traces.recorded_trace import RecordedTrace
+from kvcache.lab.traces.recording import Recording, RecordingError
 from kvcache.recorder.files import frame_bytes, header_bytes
-from kvcache.recorder.format import Recording, RecordingError
 from kvcache.recorder.ops import Op
 
 HEADER = {"manager": {"block_size": 16, "num_blocks": 4, "cache_policy": "lru"}, "is_from_start": True}

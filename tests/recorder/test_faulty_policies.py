@@ -11,7 +11,8 @@ from engine import Engine
 from kvcache import CPUOffloadingManager, MemoryTier, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.lab.rerun.promises import Promises
 from kvcache.lab.rerun.recorded import replay_recording
-from kvcache.recorder.format import Raised, Recording
+from kvcache.lab.traces.recording import Recording
+from kvcache.recorder.format import Raised
 from kvcache.recorder.recorder import Recorder
 from kvcache.testing.reference import REFERENCE_POLICIES
 

@@ -15,9 +15,9 @@ from recorder_harness import make_all_calls
 
 from kvcache import CPUOffloadingManager
 from kvcache.lab.rerun.recorded import replay_recording
+from kvcache.lab.traces.recording import Recording, RecordingError
 from kvcache.recorder import ops
 from kvcache.recorder.files import frame_bytes, header_bytes
-from kvcache.recorder.format import Recording, RecordingError
 from kvcache.recorder.recorder import Recorder
 
 

@@ -10,9 +10,9 @@ import pytest
 from recorder_harness import key, replayed, touches
 
 from kvcache import ReqContext
+from kvcache.lab.traces.recording import Recording
 from kvcache.recorder import ops
 from kvcache.recorder import recorder as recorder_module
-from kvcache.recorder.format import Recording
 from kvcache.recorder.recorder import Recorder
 
 

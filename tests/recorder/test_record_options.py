@@ -11,8 +11,8 @@ from kvcache import CPUOffloadingManager, OffloadingConfig, OffloadingGroup, Rec
 from kvcache.control.telemetry import Telemetry
 from kvcache.integrations.vllm.settings import OUR_KEYS
 from kvcache.lab.rerun.recorded import replay_recording
+from kvcache.lab.traces.recording import Recording
 from kvcache.recorder.command import RecordCommand
-from kvcache.recorder.format import Recording
 from kvcache.recorder.ops import Op
 
 

@@ -16,8 +16,8 @@ from recorder_harness import COMPILED, key, make_all_calls, replayed, request
 from kvcache import CPUOffloadingManager, MemoryTier, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.lab.rerun.recorded import replay_recording
 from kvcache.lab.traces.recorded_trace import RecordedTrace
+from kvcache.lab.traces.recording import Recording, RecordingError
 from kvcache.recorder import ops
-from kvcache.recorder.format import Recording, RecordingError
 from kvcache.recorder.recorder import Recorder
 from kvcache.tiers.base.tier import TierResult
 

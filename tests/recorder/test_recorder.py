@@ -21,8 +21,9 @@ from kvcache import (
     Retention,
     TieredOffloadingManager,
 )
+from kvcache.lab.traces.recording import Recording
 from kvcache.recorder import ops
-from kvcache.recorder.format import Raised, Recording
+from kvcache.recorder.format import Raised
 from kvcache.recorder.recorder import Recorder
 from kvcache.testing.tiers import ManualTier
 

@@ -17,9 +17,9 @@ from recorder_harness import key, replayed, serve
 
 from kvcache import CPUOffloadingManager
 from kvcache.lab.rerun.recorded import replay_recording
+from kvcache.lab.traces.recording import Recording, RecordingError
 from kvcache.recorder import ops
 from kvcache.recorder.files import MAGIC
-from kvcache.recorder.format import Recording, RecordingError
 from kvcache.recorder.recorder import Recorder
 
 

@@ -46,7 +46,7 @@ from kvcache.integrations.vllm.metrics import MetricsSource, metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
 from kvcache.integrations.vllm.worker import KVCacheOffloadingWorker
 from kvcache.lab.rerun.recorded import replay_recording
-from kvcache.recorder.format import Recording
+from kvcache.lab.traces.recording import Recording
 from kvcache.recorder.ops import Op
 from kvcache.recorder.recorder import Recorder
 from kvcache.registry import POLICIES

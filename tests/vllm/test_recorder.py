@@ -6,7 +6,7 @@ from serve_until_killed import serve
 
 from kvcache.exporters.status import ask
 from kvcache.lab.rerun.recorded import replay_recording
-from kvcache.recorder.format import Recording
+from kvcache.lab.traces.recording import Recording
 from kvcache.recorder.ops import Op
 
 

@@ -36,7 +36,7 @@ def rerun(
     """Make the calls of a recorded manager again, up to the first different answer or broken promise."""
     from kvcache.lab.report import rerun_text
     from kvcache.lab.rerun.recorded import replay_recording
-    from kvcache.recorder.format import Recording
+    from kvcache.lab.traces.recording import Recording
 
     # Check first whether the file exists: its own error is clearer than "not a recording".
     if not file.exists():

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.cli import common
 from kvcache.lab.rerun.promises import Promises
-from kvcache.recorder.format import Answer, Events, Raised, Stored
+from kvcache.lab.traces.recording import Answer
+from kvcache.recorder.format import Events, Raised, Stored
 
 if TYPE_CHECKING:
     from kvcache.lab.rerun.recorded import Runner
-    from kvcache.recorder.format import Call
+    from kvcache.lab.traces.recording import Call
 
 
 def watched(bar: common.Bar, runner: Runner) -> Callable[[Call, Answer], str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvcache.lab.rerun.recorded import Runner, is_expected_error
-from kvcache.recorder.format import Answer, Call, Raised, Stored
+from kvcache.lab.traces.recording import Answer, Call
+from kvcache.recorder.format import Raised, Stored
 from kvcache.recorder.ops import Op
 
 _CHECK_BLOCKS = 4096

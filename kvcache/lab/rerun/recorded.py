@@ -12,19 +12,9 @@ from typing import Any
 
 from kvcache.block import BlockStateError
 from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.lab.traces.recording import Answer, Call, Recording, RecordingError, Result
 from kvcache.metrics import MANAGER_METRICS
-from kvcache.recorder.format import (
-    Answer,
-    Call,
-    Events,
-    Keys,
-    Raised,
-    Recording,
-    RecordingError,
-    Result,
-    Stored,
-    block_ids_of,
-)  # fmt: skip
+from kvcache.recorder.format import Events, Keys, Raised, Stored, block_ids_of
 from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, LISTS, ONE_KEY, Op
 from kvcache.request import ReqContext, Retention
 from kvcache.specs import PrepareStoreOutput

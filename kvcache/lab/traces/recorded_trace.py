@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.lab.traces.recording import Call, Recording, RecordingError
 from kvcache.lab.traces.requests import Request, TraceFile
-from kvcache.recorder.format import Call, Recording, RecordingError
 from kvcache.recorder.ops import FIRST_CONTEXT, Op
 
 _LISTS = frozenset({Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.PREPARE_STORE})
