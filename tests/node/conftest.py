@@ -28,3 +28,21 @@ def node():
     yield make
     for made in nodes:
         made.close()
+
+
+@pytest.fixture
+def place(node):
+    """A node whose pool has 64 blocks."""
+    return node(64)
+
+
+@pytest.fixture
+def engine(place):
+    """The first engine of `place`."""
+    return place.engine("a")
+
+
+@pytest.fixture
+def other(place, engine):
+    """The second engine of `place`."""
+    return place.engine("b")

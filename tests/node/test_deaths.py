@@ -77,13 +77,12 @@ class DeathsFirst:
         return getattr(self._poll, name)
 
 
-def test_dead_engine_keeps_slots_for_worker(node):
-    node = node(64)
-    engine = node.engine("a", patience_s=30)
+def test_dead_engine_keeps_slots_for_worker(place):
+    engine = place.engine("a", patience_s=30)
     turn(engine, *prompt(1, 8))
     engine.owner_figures()
-    poll = node.owner._poll = DeathsFirst(node.owner)
-    with other_engine(node) as (other, worker):
+    poll = place.owner._poll = DeathsFirst(place.owner)
+    with other_engine(place) as (other, worker):
         figures = engine.owner_figures()
         assert (figures["num_pending"], figures["num_referenced"]) == (4, 8)
         # The messages and both deaths arrive together.
@@ -95,23 +94,22 @@ def test_dead_engine_keeps_slots_for_worker(node):
         os.kill(worker, signal.SIGKILL)
         time.sleep(0.2)
         poll.gate.set()
-    while not node.owner.stats["ended_engines"]:
+    while not place.owner.stats["ended_engines"]:
         time.sleep(0.01)
     figures = engine.owner_figures()
     assert (figures["num_pending"], figures["num_referenced"]) == (0, 0)
-    assert list(node.leases.engines) == [engine.number]
+    assert list(place.leases.engines) == [engine.number]
     assert engine.lookup(*prompt(2, 4)) == engine.lookup(*prompt(3, 1)) == 0
     assert engine.lookup(*prompt(1, 8)) == 8
     engine.owner_figures()
-    node.check()
+    place.check()
 
 
-def test_reused_descriptor_ends_no_engine(node, monkeypatch):
+def test_reused_descriptor_ends_no_engine(place, monkeypatch):
     """Before the second event is handled, its descriptor is closed, and a living engine's process gets the number."""
-    node = node(64)
-    node.engine("a")
-    node.stop()
-    owner, served = node.owner, []
+    place.engine("a")
+    place.stop()
+    owner, served = place.owner, []
 
     def serve(source):
         served.append(source)
@@ -123,31 +121,30 @@ def test_reused_descriptor_ends_no_engine(node, monkeypatch):
     owner.step(0)
     assert (served, owner._living_engines()) == (["first"], {0})
     monkeypatch.undo()
-    node.start()
+    place.start()
 
 
 @pytest.mark.parametrize("owner_ends", [False, True])
-def test_worker_alone_keeps_leases_of_engine(node, owner_ends):
-    node = node(64)
-    engine = node.engine("a", patience_s=30)
+def test_worker_alone_keeps_leases_of_engine(place, owner_ends):
+    engine = place.engine("a", patience_s=30)
     turn(engine, *prompt(1, 8))
-    with other_engine(node) as (other, worker):
+    with other_engine(place) as (other, worker):
         with pytest.raises(ValueError, match=f"engine 'other' still runs as process {other.pid}"):
-            node.engine("other")
+            place.engine("other")
         other.kill()
         other.wait()
         time.sleep(0.3)
         figures = engine.owner_figures()
         assert (figures["num_pending"], figures["num_referenced"], figures["ended_engines"]) == (4, 8, 0)
-        assert other.pid not in node.owner.pool.ledger.processes["pid"]
+        assert other.pid not in place.owner.pool.ledger.processes["pid"]
         if owner_ends:
-            node.stop()
+            place.stop()
         os.kill(worker, signal.SIGKILL)
         if owner_ends:
             while start_ticks(worker) >= 0:
                 time.sleep(0.01)
-            node.start()
-        while not (engine._link.is_ready and node.owner.pool if owner_ends else node.owner.stats["ended_engines"]):
+            place.start()
+        while not (engine._link.is_ready and place.owner.pool if owner_ends else place.owner.stats["ended_engines"]):
             time.sleep(0.01)
             engine.owner_figures()
             engine.on_schedule_end()
@@ -155,7 +152,7 @@ def test_worker_alone_keeps_leases_of_engine(node, owner_ends):
         assert (figures["num_pending"], figures["num_referenced"]) == (0, 0)
     assert engine.lookup(*prompt(2, 4)) == 0
     # The next engine of this number did not write the blocks.
-    next_one = node.engine("next")
+    next_one = place.engine("next")
     assert (next_one.number, next_one.lookup(*prompt(4, 4))) == (1, 4)
     assert next_one.parts()[1].stats.shared_hit_blocks == 4
-    node.check()
+    place.check()

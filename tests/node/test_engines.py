@@ -68,9 +68,7 @@ def test_engines_in_turns_hit_as_one(node, policy):
         assert sum(getattr(engine.stats(), name) for engine in engines) == getattr(alone.stats(), name)
 
 
-def test_refused_blocks_are_needed_once(node):
-    node = node(64)
-    engine = node.engine("a")
+def test_refused_blocks_are_needed_once(engine):
     turn(engine, *prompt(1, 8))
     keys, context = prompt(1, 40)
     for _ in range(3):
@@ -80,23 +78,19 @@ def test_refused_blocks_are_needed_once(node):
     assert (engine.stats().needed_blocks, engine.stats().rejected_stores) == (40, 3)
 
 
-def test_prompt_costs_one_round_trip(node):
-    node = node(64)
-    first, second = node.engine("a"), node.engine("b")
-    turn(first, *prompt(1, 24))
+def test_prompt_costs_one_round_trip(engine, other):
+    turn(engine, *prompt(1, 24))
     keys, context = prompt(1, 32)
-    assert turn(second, keys, context) == 24
-    assert second.parts()[1].stats.round_trips == 2
-    assert second.parts()[1].stats.shared_hit_blocks == 24
-    assert (second.stats().loaded_blocks, second.stats().stored_blocks, second.stats().needed_blocks) == (24, 8, 32)
+    assert turn(other, keys, context) == 24
+    assert other.parts()[1].stats.round_trips == 2
+    assert other.parts()[1].stats.shared_hit_blocks == 24
+    assert (other.stats().loaded_blocks, other.stats().stored_blocks, other.stats().needed_blocks) == (24, 8, 32)
     again = prompt(1, 24)
-    assert [second.lookup(*again) for _ in range(2)] == [24, 24]
-    assert second.parts()[1].stats.round_trips == 3
+    assert [other.lookup(*again) for _ in range(2)] == [24, 24]
+    assert other.parts()[1].stats.round_trips == 3
 
 
-def test_engine_holds_half_at_most(node):
-    node = node(64)
-    engine = node.engine("a")
+def test_engine_holds_half_at_most(place, engine):
     keys, context = prompt(1, 40)
     assert engine.prepare_store(keys, context) is None
     turn(engine, *prompt(1, 30))
@@ -106,13 +100,11 @@ def test_engine_holds_half_at_most(node):
     assert engine.prepare_store([key_of(3, 0)], ReqContext()) is None
     engine.on_request_finished(held[0][1])
     assert engine.prepare_store([key_of(3, 0)], ReqContext()) is not None
-    node.check()
+    place.check()
 
 
-def test_store_after_end_ends_again(node):
+def test_store_after_end_ends_again(place, engine):
     """An engine stores more blocks of a finished request, while a store of it runs."""
-    node = node(64)
-    engine = node.engine("a")
     keys, context = prompt(1, 8)
     assert engine.prepare_store(keys[:4], context)
     engine.on_request_finished(context)
@@ -122,13 +114,12 @@ def test_store_after_end_ends_again(node):
     for part in (keys[:4], keys[4:]):
         engine.complete_store(part, context)
     assert engine.owner_figures()["num_pending"] == 0
-    assert (dict(node.leases.engines[0].leases), engine._prompts) == ({}, {})
-    node.check()
+    assert (dict(place.leases.engines[0].leases), engine._prompts) == ({}, {})
+    place.check()
 
 
-def test_block_being_written_makes_others_wait(node, monkeypatch):
-    node = node(64)
-    writer, reader = node.engine("a"), node.engine("b")
+def test_block_being_written_makes_others_wait(place, monkeypatch):
+    writer, reader = place.engine("a"), place.engine("b")
     keys, context = prompt(1, 4)
     writer.prepare_store(keys, context)
     other = prompt(1, 4)[1]
@@ -141,9 +132,8 @@ def test_block_being_written_makes_others_wait(node, monkeypatch):
     assert reader.lookup(*prompt(1, 4)) == 4
 
 
-def test_later_look_up_asks_again(node):
-    node = node(64)
-    writer, reader = node.engine("a"), node.engine("b")
+def test_later_look_up_asks_again(place):
+    writer, reader = place.engine("a"), place.engine("b")
     turn(writer, *prompt(1, 5))
     keys, context = prompt(1, 6)
     assert [writer.status(key, context) for key in keys] == [2, 2, 2, 2, 2, 0]
@@ -222,16 +212,15 @@ def test_hybrid_blocks_return_from_tier(node):
 
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("version", [None, 7])
-def test_reset_leaves_blocks_of_others(node, version, restarts):
-    node = node(64)
-    engine, other = node.engine("a", weights="sha256:a"), node.engine("b", weights="sha256:a")
-    named = node.engine("c", weights="version:7")
+def test_reset_leaves_blocks_of_others(place, version, restarts):
+    engine, other = place.engine("a", weights="sha256:a"), place.engine("b", weights="sha256:a")
+    named = place.engine("c", weights="version:7")
     turn(engine, *prompt(1, 4))
     held = prompt(1, 4)
     assert other.lookup(*held) == 4
     engine.reset_cache(version)
     if restarts:
-        node.restart()
+        place.restart()
     assert other.prepare_load(*held).block_ids.tolist() == [0, 1, 2, 3]
     other.complete_load(*held)
     assert (turn(engine, *prompt(1, 5)), turn(other, *prompt(1, 4))) == (0, 4)
@@ -240,9 +229,9 @@ def test_reset_leaves_blocks_of_others(node, version, restarts):
     assert hits == [[5, 0], [4, 3], [5 if version else 0, 0]]
     other.reset_cache(version)
     assert [other.lookup(*prompt(document, 5)) for document in (1, 2)] == [5 if version else 0, 0]
-    late = node.engine("d", weights="sha256:a")
+    late = place.engine("d", weights="sha256:a")
     assert [late.lookup(*prompt(document, 5)) for document in (1, 2)] == [4, 3]
-    node.check()
+    place.check()
 
 
 def test_reset_to_current_version_keeps_places(node):
@@ -282,9 +271,8 @@ def test_running_loads_of_half_end(node, version, is_late):
     place.check()
 
 
-def test_store_overtaken_by_reset_is_dropped(node):
-    node = node(64)
-    engine, other = (node.engine(name, weights="sha256:a") for name in "ab")
+def test_store_overtaken_by_reset_is_dropped(place):
+    engine, other = (place.engine(name, weights="sha256:a") for name in "ab")
     keys, context = prompt(1, 4)
     assert engine.prepare_store(keys, context).keys_to_store == keys
     engine.reset_cache()
@@ -294,7 +282,7 @@ def test_store_overtaken_by_reset_is_dropped(node):
     turn(engine, *prompt(2, 1))
     assert engine.owner_figures()["num_free"] == 63
     assert [reader.lookup(*prompt(1, 4)) for reader in (engine, other)] == [0, 0]
-    node.check()
+    place.check()
 
 
 @pytest.mark.parametrize("ends", ["reset", "process"])
@@ -334,10 +322,8 @@ def test_each_store_is_one_message(node, policy):
     node.check()
 
 
-def test_idle_engine_keeps_no_message(node):
+def test_idle_engine_keeps_no_message(engine, other):
     """The last store of an engine is found without a later step of it."""
-    node = node(64)
-    engine, other = node.engine("a"), node.engine("b")
     keys, context = prompt(1, 4)
     engine.prepare_store(keys, context)
     engine.on_request_finished(context, use_positions=True)
@@ -345,21 +331,18 @@ def test_idle_engine_keeps_no_message(node):
     assert wait_for(lambda: other.lookup(*prompt(1, 4))) == 4
 
 
-def test_slot_of_two_requests_counts_once(node):
-    node = node(64)
-    engine = node.engine("a")
+def test_slot_of_two_requests_counts_once(place, engine):
     turn(engine, *prompt(1, 20))
     held = [prompt(1, 20) for _ in range(2)]
     assert [engine.lookup(*item) for item in held] == [20, 20]
-    assert node.leases.engines[engine.number].num_held == 20
+    assert place.leases.engines[engine.number].num_held == 20
     engine.on_request_finished(held[0][1])
     engine.prepare_store([key_of(2, 0)], held[1][1])  # the request computes, so it loads no more
-    assert node.leases.engines[engine.number].num_held == 0
+    assert place.leases.engines[engine.number].num_held == 0
 
 
-def test_running_load_hides_no_reset(node):
-    node = node(64)
-    engine, (keys, context) = node.engine("a"), prompt(1, 4)
+def test_running_load_hides_no_reset(place):
+    engine, (keys, context) = place.engine("a"), prompt(1, 4)
     turn(engine, *prompt(1, 4))
     waiting = prompt(1, 4)
     assert engine.lookup(*waiting) == 4
@@ -374,18 +357,17 @@ def test_running_load_hides_no_reset(node):
     turn(engine, *prompt(3, 8))
     assert engine.owner_figures()["num_free"] == 64 - 8 - 4
     assert engine.owner_figures()["num_referenced"] == 0
-    node.check()
+    place.check()
 
 
-def test_reset_without_owner_empties_next_one(node):
-    node = node(64)
-    engine, missed = node.engine("a"), prompt(1, 4)
+def test_reset_without_owner_empties_next_one(place):
+    engine, missed = place.engine("a"), prompt(1, 4)
     turn(engine, *prompt(1, 4))
     engine.owner_figures()
-    node.stop()
+    place.stop()
     engine.reset_cache()
     assert engine.lookup(*missed) == 0
-    node.start()
+    place.start()
     wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
     assert engine.lookup(*prompt(1, 4)) == 0
     turn(engine, *prompt(1, 4))
@@ -404,23 +386,20 @@ def test_uses_stay_ordered_over_owners(node):
     assert [engine.lookup(*prompt(document, 4)) for document in (1, 2)] == [4, 0]
 
 
-def test_greeting_names_own_slots_only(node, monkeypatch):
-    node = node(64)
-    first, second = node.engine("a"), node.engine("b")
-    turn(first, *prompt(1, 4))
+def test_greeting_names_own_slots_only(place, engine, other, monkeypatch):
+    turn(engine, *prompt(1, 4))
     held = prompt(1, 4)
-    assert first.lookup(*held) == 4
-    slots = first.prepare_load(*held).block_ids.tolist()
-    monkeypatch.setattr(second, "_leases", lambda: [(1, slots, [])])
-    second._link.lose(OSError("planted"))
-    wait_for(lambda: second.on_schedule_end() or node.owner.stats["dropped_clients"])
-    assert not second._link.is_ready
-    node.check()
+    assert engine.lookup(*held) == 4
+    slots = engine.prepare_load(*held).block_ids.tolist()
+    monkeypatch.setattr(other, "_leases", lambda: [(1, slots, [])])
+    other._link.lose(OSError("planted"))
+    wait_for(lambda: other.on_schedule_end() or place.owner.stats["dropped_clients"])
+    assert not other._link.is_ready
+    place.check()
 
 
-def test_store_whose_end_is_lost_ends(node):
-    node = node(64)
-    engine, held, (keys, context) = node.engine("a"), prompt(1, 4), prompt(2, 4)
+def test_store_whose_end_is_lost_ends(place):
+    engine, held, (keys, context) = place.engine("a"), prompt(1, 4), prompt(2, 4)
     turn(engine, *prompt(1, 4))
     assert engine.lookup(*held) == 4
     engine.prepare_store(keys, context)
@@ -434,18 +413,17 @@ def test_store_whose_end_is_lost_ends(node):
     *_, figures = [engine.owner_figures() for _ in range(2)]
     assert (figures["num_pending"], figures["num_referenced"]) == (0, 4)
     assert engine.lookup(*prompt(2, 4)) == 0
-    node.check()
+    place.check()
 
 
-def test_older_greeting_replaces_no_leases(node):
+def test_older_greeting_replaces_no_leases(place):
     """The rest of a long greeting, in a connection that was given up, arrives behind the next greeting."""
-    node = node(64)
-    engine, held = node.engine("a"), prompt(1, 4)
+    engine, held = place.engine("a"), prompt(1, 4)
     turn(engine, *prompt(1, 4))
     link = engine._link
     greeting = protocol.pack(protocol.HELLO, 0, 0, json.dumps({**link.hello, "leases": []}).encode())
     with socket.socket(socket.AF_UNIX) as late:
-        late.connect(str(node.folder / "socket"))
+        late.connect(str(place.folder / "socket"))
         pidfd = os.pidfd_open(os.getpid())
         socket.send_fds(late, [greeting[:100]], [pidfd])
         os.close(pidfd)
@@ -456,17 +434,16 @@ def test_older_greeting_replaces_no_leases(node):
             late.sendall(greeting[100:])
         assert late.recv(1) == b""
     assert engine.owner_figures()["num_referenced"] == 4
-    node.check()
+    place.check()
 
 
-def test_ended_request_holds_nothing(node):
-    node = node(64)
-    engine, (keys, context) = node.engine("a"), prompt(1, 8)
+def test_ended_request_holds_nothing(place):
+    engine, (keys, context) = place.engine("a"), prompt(1, 8)
     turn(engine, *prompt(1, 4))
     engine.prepare_store(keys[4:], context)
     assert engine.lookup(keys, context) == 4
     engine.on_request_finished(context)
-    node.restart()
+    place.restart()
     engine.complete_store(keys[4:], context)
     assert engine.owner_figures()["num_referenced"] == 0
 

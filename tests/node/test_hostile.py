@@ -164,15 +164,14 @@ def test_any_frame_leaves_pool_whole(frames):
         node.close()
 
 
-def test_long_greeting_is_refused_unread(node):
-    node = node(64)
+def test_long_greeting_is_refused_unread(place):
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(node.folder / "socket"))
+        client.connect(str(place.folder / "socket"))
         # Only the head of a greeting of 60 MiB.
         client.sendall(protocol.HEAD.pack(60 << 20, protocol.HELLO, 0, 0, 0))
         client.settimeout(30)
         assert client.recv(1) == b""
-    assert node.owner.stats["dropped_clients"] == 1
+    assert place.owner.stats["dropped_clients"] == 1
 
 
 def test_greeting_lists_many_leases(node, monkeypatch):

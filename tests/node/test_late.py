@@ -20,14 +20,13 @@ from kvcache.node.client import NodeManager, greeting
 from kvcache.node.protocol import node_folder
 
 
-def test_late_look_up_misses_alone(node):
-    node = node(64)
-    engine = node.engine("a", patience_s=0.1)
+def test_late_look_up_misses_alone(place):
+    engine = place.engine("a", patience_s=0.1)
     turn(engine, *prompt(1, 8))
     assert wait_for(lambda: engine.owner_figures()) is not None
     sock = engine._link._sock
     keys, context = prompt(1, 8)
-    with gated(node.owner) as gate:
+    with gated(place.owner) as gate:
         assert engine.lookup(keys, context) == 0
         start_s = time.monotonic()
         # No call waits a second time, and the gauge of an idle engine shows that the pool is unavailable.
@@ -46,23 +45,22 @@ def test_late_look_up_misses_alone(node):
     figures = wait_for(engine.owner_figures)
     assert (figures["num_referenced"], figures["dropped_clients"]) == (0, 0)
     assert wait_for(lambda: engine.lookup(keys, context)) == 8
-    assert (engine._link._sock, node.leases.engines[0].num_outages) == (sock, 1)
+    assert (engine._link._sock, place.leases.engines[0].num_outages) == (sock, 1)
     engine.on_request_finished(context)
     engine._link._patience_s = 10
     engine.owner_figures()
-    node.check()
+    place.check()
 
 
-def test_idle_engine_returns_late_slots(node):
+def test_idle_engine_returns_late_slots(place):
     """The last store of an engine is late, and the engine makes no later call."""
-    node = node(64)
-    engine, other = node.engine("a", patience_s=0.05), node.engine("b")
+    engine, other = place.engine("a", patience_s=0.05), place.engine("b")
     keys, context = prompt(1, 8)
-    with gated(node.owner) as gate:
+    with gated(place.owner) as gate:
         assert engine.prepare_store(keys, context) is None
         engine.on_request_finished(context, use_positions=True)
         gate.set()
-        wait_for(lambda: other.owner_figures() and node.leases.engines[engine.number].num_outages)
+        wait_for(lambda: other.owner_figures() and place.leases.engines[engine.number].num_outages)
     assert other.owner_figures()["num_free"] == 64
     assert engine.stats().rejected_stores == 0
     # The engine ignores the late answer, whose slots may have another writer now.
@@ -70,53 +68,51 @@ def test_idle_engine_returns_late_slots(node):
     wait_for(lambda: engine._link.is_answering)
     engine.on_schedule_end()
     assert other.owner_figures()["num_pending"] == 8
-    node.check()
+    place.check()
 
 
 @pytest.mark.parametrize("ends_first", [False, True])
-def test_idle_engine_joins_next_owner(node, monkeypatch, ends_first):
+def test_idle_engine_joins_next_owner(place, monkeypatch, ends_first):
     """An owner ends before or after the last call of an engine, whose slots the next owner keeps until it greets."""
-    node = node(64)
-    other = node.engine("b")
+    other = place.engine("b")
     monkeypatch.setattr("kvcache.node.client._IDLE_S", 0.02)
-    engine = node.engine("a")
+    engine = place.engine("a")
     turn(engine, *prompt(1, 8))
     keys, context = prompt(2, 8)
     held = prompt(1, 8)
     assert engine.lookup(*held) == 8
     engine.prepare_store(keys, context)
     engine.owner_figures()
-    with gated(node.owner) as gate:
+    with gated(place.owner) as gate:
         if not ends_first:
             engine.complete_store(keys, context)
             for request in (context, held[1]):
                 engine.on_request_finished(request)
-        node.owner.stop()
+        place.owner.stop()
         gate.set()
-        node.thread.join(10)
+        place.thread.join(10)
     if ends_first:
         engine.complete_store(keys, context)
         for request in (context, held[1]):
             engine.on_request_finished(request)
-    node.start()
+    place.start()
     wait_for(lambda: other.owner_figures() or other.on_schedule_end() or other._link.is_ready)
     wait_for(lambda: (figures := other.owner_figures()) and figures["num_pending"] + figures["num_referenced"] == 0)
-    node.check()
+    place.check()
 
 
-def test_idle_engine_returns_late_blocks(node):
+def test_idle_engine_returns_late_blocks(place):
     """The last look-up of an engine is late, and no later call of it returns the blocks of the answer."""
-    node = node(64)
-    engine, other = node.engine("a", patience_s=0.05), node.engine("b")
+    engine, other = place.engine("a", patience_s=0.05), place.engine("b")
     turn(other, *prompt(1, 8))
     keys, context = prompt(1, 8)
-    with gated(node.owner) as gate:
+    with gated(place.owner) as gate:
         assert engine.lookup(keys, context) == 0
         engine.on_request_finished(context, use_positions=True)
         gate.set()
         wait_for(lambda: other.owner_figures()["frames"] > 7)
     assert other.owner_figures()["num_referenced"] == 0
-    assert node.leases.engines[engine.number].num_outages == 1
+    assert place.leases.engines[engine.number].num_outages == 1
 
 
 def test_late_hybrid_blocks_return(node):

@@ -41,17 +41,16 @@ def folder():
     shutil.rmtree(path, ignore_errors=True)
 
 
-def test_other_engines_are_refused_by_difference(node):
-    node = node(64)
-    node.engine("a")
+def test_other_engines_are_refused_by_difference(place):
+    place.engine("a")
     with pytest.raises(ValueError, match=r"block_size: the pool has 16, this engine 32; model: .*; num_blocks: "):
-        node.engine("b", block_size=32, model="other", num_blocks=32)
+        place.engine("b", block_size=32, model="other", num_blocks=32)
     with pytest.raises(ValueError, match=r"cache_policy: the pool has 'lru', this engine 'arc'; tiers: "):
-        node.engine("b", options={"cache_policy": "arc", "tiers": []})
-    register_worker(node.folder, greeting("c", node.identity, node.options, rank=0), 64, BLOCK_BYTES).close()
+        place.engine("b", options={"cache_policy": "arc", "tiers": []})
+    register_worker(place.folder, greeting("c", place.identity, place.options, rank=0), 64, BLOCK_BYTES).close()
     with pytest.raises(ValueError, match=r"the workers of ranks \[1\] do not map this pool"):
-        node.engine("c", num_workers=2)
-    assert node.owner.stats["refused_clients"] == 3
+        place.engine("c", num_workers=2)
+    assert place.owner.stats["refused_clients"] == 3
 
 
 def test_pool_that_mismatches_is_refused(node):
@@ -63,19 +62,17 @@ def test_pool_that_mismatches_is_refused(node):
     assert node.engine("a", num_blocks=4).owner_figures()["num_blocks"] == 4
 
 
-def test_second_owner_and_65th_engine_fail(node):
-    node = node(64)
+def test_second_owner_and_65th_engine_fail(place):
     with pytest.raises(ValueError, match="another process owns the pool"):
-        Owner(node.folder)
+        Owner(place.folder)
     for number in range(MAX_ENGINES):
-        node.engine(f"engine-{number}")
+        place.engine(f"engine-{number}")
     with pytest.raises(ValueError, match="64 engines use this pool, and no more can"):
-        node.engine("one more")
+        place.engine("one more")
 
 
-def test_exhausted_file_descriptors_refuse_clients(node):
-    node = node(8)
-    node.engine("a")
+def test_exhausted_file_descriptors_refuse_clients(place):
+    place.engine("a")
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(30)
     fds, before = [], resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -84,14 +81,14 @@ def test_exhausted_file_descriptors_refuse_clients(node):
         with suppress(OSError):
             while True:
                 fds.append(os.dup(0))
-        sock.connect(str(node.folder / "socket"))
+        sock.connect(str(place.folder / "socket"))
         assert sock.recv(1) == b""
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         for fd in [*fds, sock.detach()]:
             os.close(fd)
-    assert node.owner.stats["refused_clients"] == 1
-    assert node.engine("b").owner_figures()["refused_clients"] == 1
+    assert place.owner.stats["refused_clients"] == 1
+    assert place.engine("b").owner_figures()["refused_clients"] == 1
 
 
 def test_differences_show_no_secrets():
@@ -101,13 +98,12 @@ def test_differences_show_no_secrets():
     assert "second" not in text
 
 
-def test_other_user_is_refused(node, monkeypatch):
-    node = node(8)
+def test_other_user_is_refused(place, monkeypatch):
     monkeypatch.setattr(owner_module, "os", SimpleNamespace(**{**vars(os), "geteuid": lambda: os.geteuid() + 1}))
     with pytest.raises(
         ValueError, match=f"the pool belongs to user {os.geteuid() + 1}, this process to user {os.geteuid()}"
     ):
-        node.engine("a")
+        place.engine("a")
 
 
 def test_removed_pool_file_is_refused(node):
@@ -192,15 +188,14 @@ def _frames(node):
     }  # fmt: skip
 
 
-def test_unread_answers_arrive_later(node):
-    node = node(64)
-    node.engine("a")
+def test_unread_answers_arrive_later(place):
+    place.engine("a")
     sock = socket.socket(socket.AF_UNIX)
-    sock.connect(str(node.folder / "socket"))
+    sock.connect(str(place.folder / "socket"))
     with sock:
         # More than the buffer of a socket takes.
         sock.sendall(b"".join(pack(protocol.STATS, 0, number) for number in range(4000)))
-        wait_for(lambda: node.owner.stats["frames"] > 4000)
+        wait_for(lambda: place.owner.stats["frames"] > 4000)
         reader, frames = protocol.FrameReader(), []
         sock.settimeout(30)
         while len(frames) < 4000:
@@ -208,30 +203,28 @@ def test_unread_answers_arrive_later(node):
     assert [frame.request for frame in frames] == list(range(4000))
 
 
-def test_broken_client_is_dropped_alone(node):
-    node = node(64)
-    engine = node.engine("a")
+def test_broken_client_is_dropped_alone(place, engine):
     keys, context = prompt(1, 4)
     output = engine.prepare_store(keys, context)
-    for number, (kind, data) in enumerate(_frames(node).items(), 1):
+    for number, (kind, data) in enumerate(_frames(place).items(), 1):
         with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(node.folder / "socket"))
+            client.connect(str(place.folder / "socket"))
             client.settimeout(5)
             pidfd = os.pidfd_open(os.getpid())
             socket.send_fds(client, [data], [pidfd])
             os.close(pidfd)
             while client.recv(1 << 16):
                 pass
-        assert node.owner.stats["dropped_clients"] == number, kind
+        assert place.owner.stats["dropped_clients"] == number, kind
     # A client that dies between connect and greeting.
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(node.folder / "socket"))
-    wait_for(lambda: node.owner.stats["dropped_clients"] == number + 1)
+        client.connect(str(place.folder / "socket"))
+    wait_for(lambda: place.owner.stats["dropped_clients"] == number + 1)
     engine.complete_store(output.keys_to_store, context)
     assert engine.lookup(*prompt(1, 4)) == 4
     assert engine.owner_figures()["num_pending"] == 1
-    assert [*node.leases.engines[1].writing] == [4]
-    node.check()
+    assert [*place.leases.engines[1].writing] == [4]
+    place.check()
 
 
 def test_client_that_reads_nothing_is_dropped(node, monkeypatch):
@@ -249,19 +242,15 @@ def test_client_that_reads_nothing_is_dropped(node, monkeypatch):
             assert time.monotonic() < end_s
 
 
-def test_second_scheduler_of_process_leaves_leases(node):
-    node = node(64)
-    engine = node.engine("a")
+def test_second_scheduler_of_process_leaves_leases(place, engine):
     turn(engine, *prompt(1, 8))
     assert engine.lookup(*prompt(1, 8)) == 8
     with pytest.raises(ValueError, match=rf"engine 'a' has a scheduler in process {os.getpid()}"):
-        node.engine("a")
+        place.engine("a")
     assert engine.owner_figures()["num_referenced"] == 8
 
 
-def test_forked_client_does_not_ask(node):
-    node = node(64)
-    engine = node.engine("a")
+def test_forked_client_does_not_ask(engine):
     turn(engine, *prompt(1, 8))
     child = os.fork()
     if child == 0:
@@ -271,11 +260,9 @@ def test_forked_client_does_not_ask(node):
     assert engine.lookup(*prompt(1, 8)) == 8
 
 
-def test_ledger_is_written_before_answers(node, monkeypatch):
+def test_ledger_is_written_before_answers(place, engine, monkeypatch):
     """What a client knows of its slots is in the ledger when the answer leaves."""
-    node = node(64)
-    engine = node.engine("a")
-    ledger, send = node.owner.pool.ledger, Owner._send
+    ledger, send = place.owner.pool.ledger, Owner._send
     seen = []
 
     def spy(owner, connection, data):
@@ -297,15 +284,13 @@ def test_ledger_is_written_before_answers(node, monkeypatch):
 @pytest.mark.parametrize(
     "damage", ["truncated", "another version", "pool missing", "none", "identity", *("state", "stamp", "key", "engine")]
 )
-def test_new_owner_keeps_whole_pool_only(node, damage):
-    node = node(64)
-    engine = node.engine("a")
+def test_new_owner_keeps_whole_pool_only(place, engine, damage):
     for document in (1, 2, 1):
         turn(engine, *prompt(document, 20))
     engine.owner_figures()
-    node.owner.pool.manager.pool.reserve([key_of(8, 0)], is_move=True)  # a promotion, which the kill ends
-    node.stop()
-    ledger = node.folder / "ledger"
+    place.owner.pool.manager.pool.reserve([key_of(8, 0)], is_move=True)  # a promotion, which the kill ends
+    place.stop()
+    ledger = place.folder / "ledger"
     if damage == "truncated":
         os.truncate(ledger, ledger.stat().st_size - 1)
     elif damage == "another version":
@@ -313,13 +298,13 @@ def test_new_owner_keeps_whole_pool_only(node, damage):
     elif damage == "identity":
         ledger.write_bytes(ledger.read_bytes().replace(b'{"block', b"{+block", 1))
     elif damage in ("state", "stamp", "key", "engine"):
-        node.owner.pool.ledger.processes["engine"][0] |= (damage == "engine") << 20
-        node.owner.pool.ledger.state[1] |= (damage == "state") << 6
-        node.owner.pool.ledger.stamp[1] |= np.uint64((damage == "stamp") << 63)
-        node.owner.pool.ledger.key[int(damage == "key")] = node.owner.pool.ledger.key[0]
+        place.owner.pool.ledger.processes["engine"][0] |= (damage == "engine") << 20
+        place.owner.pool.ledger.state[1] |= (damage == "state") << 6
+        place.owner.pool.ledger.stamp[1] |= np.uint64((damage == "stamp") << 63)
+        place.owner.pool.ledger.key[int(damage == "key")] = place.owner.pool.ledger.key[0]
     elif damage == "pool missing":
-        (node.folder / "pool").unlink()
-    node.start()
+        (place.folder / "pool").unlink()
+    place.start()
     engine.status(key_of(9, 9), ReqContext())
     wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready or engine.refusal)
     if damage == "none":
@@ -327,14 +312,14 @@ def test_new_owner_keeps_whole_pool_only(node, damage):
         hits = [turn(engine, *prompt(*item)) for item in ((3, 30), (1, 20), (2, 20))]
         assert hits == [0, 20, 14]
         assert engine.owner_figures()["num_pending"] == 0
-        node.check()
+        place.check()
     else:
         assert "the pool was made anew" in engine.refusal
         engine._link.retry_s = 0.0
         engine.on_schedule_end()
         assert not engine._link.is_open
         assert engine.lookup(*prompt(1, 20)) == 0
-        assert node.engine("b").lookup(*prompt(1, 20)) == 0
+        assert place.engine("b").lookup(*prompt(1, 20)) == 0
 
 
 def test_owner_outage_delays_engine_once(folder):

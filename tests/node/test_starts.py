@@ -84,10 +84,9 @@ def test_oversized_pool_leaves_nothing(node, monkeypatch):
     assert node.engine("a").number == 0
 
 
-def test_interrupted_admission_refuses_nobody(node, monkeypatch):
+def test_interrupted_admission_refuses_nobody(place, monkeypatch):
     """The owner is killed right after it has recorded a process, before its answer."""
-    node = node(8)
-    node.engine("first")
+    place.engine("first")
     add = Ledger.add_process
 
     def add_and_die(ledger, process):
@@ -97,10 +96,10 @@ def test_interrupted_admission_refuses_nobody(node, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "add_process", add_and_die)
         with pytest.raises(ValueError, match="killed"):
-            node.engine("a")
-    node.stop()
-    node.start()
-    assert (node.engine("b").number, node.owner.pool.ledger.names[1].item()[:1] == b"\0") == (2, False)
+            place.engine("a")
+    place.stop()
+    place.start()
+    assert (place.engine("b").number, place.owner.pool.ledger.names[1].item()[:1] == b"\0") == (2, False)
 
 
 def test_lease_counts_exceed_16_bits():
@@ -125,19 +124,17 @@ def test_changed_configuration_ends_idle_owner(node, change):
     node.check()
 
 
-def test_service_refuses_other_configuration(node):
-    node = node(8)
-    node.stop()
-    node.start(options={"cache_policy": "arc"})
+def test_service_refuses_other_configuration(place):
+    place.stop()
+    place.start(options={"cache_policy": "arc"})
     with pytest.raises(ValueError, match="cache_policy: the pool has 'arc', this engine 'lru'"):
-        node.engine("a")
-    assert node.thread.is_alive()
+        place.engine("a")
+    assert place.thread.is_alive()
 
 
-def test_reset_of_all_engines_returns_slots(node):
+def test_reset_of_all_engines_returns_slots(place):
     """Loads hold every slot that engines may hold when all of them reset."""
-    node = node(64)
-    engines = [node.engine(name) for name in "abc"]
+    engines = [place.engine(name) for name in "abc"]
     for document in range(8):
         turn(engines[0], *prompt(document, 8))
     for document in range(8):
@@ -152,14 +149,12 @@ def test_reset_of_all_engines_returns_slots(node):
     assert stored == [0] * 6
     assert engines[0].owner_figures()["num_referenced"] == 0
     # Blocks from before the resets stay for an engine that was not reset.
-    assert node.engine("d").lookup(*prompt(7, 8)) > 0
+    assert place.engine("d").lookup(*prompt(7, 8)) > 0
     assert engines[2].lookup(*prompt(15, 4)) == 4
-    node.check()
+    place.check()
 
 
-def test_engine_alone_recovers_from_resets(node):
-    node = node(64)
-    engine = node.engine("a")
+def test_engine_alone_recovers_from_resets(place, engine):
     turn(engine, *prompt(0, 32))
     held = prompt(0, 32)
     assert engine.lookup(*held) == 32
@@ -173,26 +168,22 @@ def test_engine_alone_recovers_from_resets(node):
     engine.complete_store(engine.prepare_store(keys, context).keys_to_store, context)
     figures = engine.owner_figures()
     assert (figures["num_referenced"], figures["num_pending"]) == (0, len(output.keys_to_store))
-    node.check()
+    place.check()
 
 
-def test_engines_leave_slots_for_recovery(node):
-    node = node(64)
-    first, second = node.engine("a"), node.engine("b")
-    assert len(first.prepare_store(*prompt(1, 32)).keys_to_store) == 32
-    assert second.prepare_store(*prompt(2, 29)) is None
-    assert len(second.prepare_store(*prompt(2, 28)).keys_to_store) == 28
+def test_engines_leave_slots_for_recovery(engine, other):
+    assert len(engine.prepare_store(*prompt(1, 32)).keys_to_store) == 32
+    assert other.prepare_store(*prompt(2, 29)) is None
+    assert len(other.prepare_store(*prompt(2, 28)).keys_to_store) == 28
 
 
-def test_outages_are_logged_once_a_minute(node, caplog, monkeypatch):
-    node = node(8)
-    engine = node.engine("a")
+def test_outages_are_logged_once_a_minute(place, engine, caplog, monkeypatch):
     with caplog.at_level(logging.INFO, "kvcache.node"):
         for _ in range(5):
             engine._link.lose(OSError("planted"))
             wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
             engine.on_schedule_end()
-        node.engine("b")
+        place.engine("b")
         # An outage that follows within the minute is not logged, so the last line must not claim an answer.
         assert not [record for record in caplog.records if "again" in record.getMessage()]
         monkeypatch.setattr("kvcache.node.link._STABLE_S", 0.0)
@@ -200,19 +191,18 @@ def test_outages_are_logged_once_a_minute(node, caplog, monkeypatch):
             engine.on_schedule_end()
     texts = [record.getMessage() for record in caplog.records]
     assert len([text for text in texts if "does not answer" in text]) == 1
-    assert texts.count(f"the owner of {node.folder} answers again, for 0 s now") == 1
+    assert texts.count(f"the owner of {place.folder} answers again, for 0 s now") == 1
     assert f"process {os.getpid()} joins: engine 1 (b), rank -1" in texts
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EAGAIN, errno.ENOSPC])
-def test_failed_start_is_tried_again(node, monkeypatch, caplog, error):
+def test_failed_start_is_tried_again(place, monkeypatch, caplog, error):
     """Without a descriptor, a process or space for the log, an engine goes on without an owner."""
-    node = node(8)
-    engine, link_module = node.engine("a"), "kvcache.node.link"
+    engine, link_module = place.engine("a"), "kvcache.node.link"
     engine._link.starts_owner = True
     monkeypatch.setattr(f"{link_module}._RESTART_S", 0.0)
     monkeypatch.setattr("kvcache.node.client._RETRY_S", 0.0)
-    node.stop()
+    place.stop()
     engine.owner_figures()
     starts = []
 
@@ -227,7 +217,7 @@ def test_failed_start_is_tried_again(node, monkeypatch, caplog, error):
             assert engine.lookup(*prompt(1, 4)) == 0
     assert len(starts) == 3
     assert [record.getMessage() for record in caplog.records if "can be started" in record.getMessage()]
-    node.start()
+    place.start()
     wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
 
 
@@ -256,9 +246,8 @@ def test_engine_knows_what_pool_holds(node):
     assert (used, tier.startswith("tier MEMORY of 64 blocks")) == ("24 of 64 blocks in use", True)
 
 
-def test_owner_without_descriptors_says_so(node, monkeypatch):
-    node = node(8)
-    listener = node.owner._listener
+def test_owner_without_descriptors_says_so(place, monkeypatch):
+    listener = place.owner._listener
 
     class Exhausted:
         """A listener that has no file descriptor left, but for the spare one."""
@@ -274,11 +263,11 @@ def test_owner_without_descriptors_says_so(node, monkeypatch):
         def __getattr__(self, name):
             return getattr(listener, name)
 
-    node.owner._listener = Exhausted()
+    place.owner._listener = Exhausted()
     start_s = time.monotonic()
     with pytest.raises(ValueError, match="refuses the engine: the owner: Too many open files"):
-        node.engine("a")
-    node.owner._listener = listener
+        place.engine("a")
+    place.owner._listener = listener
 
     def refuse(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -286,6 +275,6 @@ def test_owner_without_descriptors_says_so(node, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "pidfd_open", refuse)
         with pytest.raises(ValueError, match=r"no connection to the pool in .*: Too many open files"):
-            node.engine("a")
+            place.engine("a")
     assert time.monotonic() - start_s < 20
-    assert node.engine("a").number == 0
+    assert place.engine("a").number == 0

@@ -180,6 +180,11 @@ class World(Engine):
         assert len(self.manager.prepare_store([b"%d" % i for i in range(NUM_BLOCKS)]).keys_to_store) == NUM_BLOCKS
 
 
+@pytest.fixture
+def world():
+    return World()
+
+
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back", "write_through_selective"])
 def test_random_faults_leave_nothing_behind(write_policy):
     num_loads = 0
@@ -195,8 +200,7 @@ def test_random_faults_leave_nothing_behind(write_policy):
     assert num_loads > 100
 
 
-def test_slot_of_hung_writes_stays_withheld():
-    world = World()
+def test_slot_of_hung_writes_stays_withheld(world):
     world.store([b"a"])
     world.clock.now_s += 3.0
     world.step()
@@ -210,8 +214,7 @@ def test_slot_of_hung_writes_stays_withheld():
         assert world.manager.stats().num_free == num_free
 
 
-def test_block_arriving_late_is_not_held():
-    world = World()
+def test_block_arriving_late_is_not_held(world):
     world.tiers[0].submit_store(-1, [b"a"], [0])
     world.host[0] = world.content(b"a")
     world.end_jobs()
@@ -230,8 +233,7 @@ def test_block_arriving_late_is_not_held():
     assert world.manager.stats().num_referenced == 0
 
 
-def test_refused_stores_keep_no_reference():
-    world = World()
+def test_refused_stores_keep_no_reference(world):
     for tier in world.tiers:
         tier.refuses = True
     world.store(PROMPTS[0])
@@ -240,8 +242,7 @@ def test_refused_stores_keep_no_reference():
 
 
 @pytest.mark.parametrize("num_done", [0, 1])
-def test_failed_load_frees_its_blocks(num_done):
-    world = World()
+def test_failed_load_frees_its_blocks(world, num_done):
     for tier in world.tiers:
         tier.submit_store(-1, [b"a", b"b"], [0, 0])
     world.end_jobs()
@@ -258,8 +259,7 @@ def test_failed_load_frees_its_blocks(num_done):
     assert [stats.dropped_blocks for stats in world.manager.tier_stats()] == [0, 0]
 
 
-def test_committed_blocks_are_offered_once():
-    world = World()
+def test_committed_blocks_are_offered_once(world):
     world.manager.prepare_store([b"a", b"b", b"c"])
     world.manager.complete_store([b"a"])
     world.end_jobs()
@@ -289,8 +289,7 @@ def test_eviction_for_promotion_drops_unwritten_blocks():
     assert world.manager.tier_stats()[0].dropped_blocks == before + 1
 
 
-def test_reset_drops_what_waits_for_tiers():
-    world = World()
+def test_reset_drops_what_waits_for_tiers(world):
     world.tiers[0].submit_store(-1, [b"x"], [0])
     world.end_jobs()
     world.step()
@@ -316,8 +315,7 @@ def test_reset_drops_what_waits_for_tiers():
 
 
 @pytest.mark.parametrize("error", ["", "broken"])
-def test_foreign_keys_in_report_are_ignored(error):
-    world = World()
+def test_foreign_keys_in_report_are_ignored(world, error):
     world.store([b"a", b"b"])
     list(world.manager.take_events())
     (job,) = world.tiers[0].pending
@@ -334,8 +332,7 @@ def test_foreign_keys_in_report_are_ignored(error):
     assert world.tiers[0].pending == [job]
 
 
-def test_tier_with_failed_reset_is_unused():
-    world = World()
+def test_tier_with_failed_reset_is_unused(world):
     world.store(PROMPTS[0])
     world.end_jobs()
     world.step()

@@ -73,3 +73,9 @@ def bench(tmp_path, opened, open_files):
     for tier in opened:
         tier.shutdown()
     assert open_files() == []
+
+
+@pytest.fixture
+def tier(bench):
+    """A disk tier of 16 blocks."""
+    return bench.open()

@@ -257,6 +257,22 @@ class LocalS3:
         self.port = 0
         self.start()
 
+    def spoil(self, act, *commands, times=1 << 30):
+        """Let `act` answer the next `times` requests of these commands, or of all; "LIST" stands for a listing."""
+        numbers = iter(range(times))
+
+        def intercept(request):
+            kind = "LIST" if "list-type" in request.query else request.command
+            if (commands and kind not in commands) or next(numbers, None) is None:
+                return False
+            act(request)
+            return True
+
+        self.intercept = intercept
+
+    def heal(self):
+        self.intercept = lambda request: False
+
     @property
     def endpoint(self):
         return f"http://127.0.0.1:{self.port}"

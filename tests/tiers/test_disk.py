@@ -264,8 +264,7 @@ def test_packed_tier_keeps_recent_blocks(bench, seed, capacity, monkeypatch):
     assert removed[: len(kept)] == kept
 
 
-def test_second_writer_is_refused_not_reader(bench):
-    tier = bench.open()
+def test_second_writer_is_refused_not_reader(bench, tier):
     store(tier, bench.keys(1, 2))
     with pytest.raises(TierDirectoryError, match=f"is in use by process {os.getpid()} on "):
         bench.open()

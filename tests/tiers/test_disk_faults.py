@@ -76,8 +76,7 @@ def test_power_cut_leaves_whole_directory(bench, monkeypatch):
     assert calls == [*lock, "fsync", *["unlink"] * 5], "without a header, the lock shows whose the files are"
 
 
-def test_kill_after_reset_restores_nothing(bench, monkeypatch, tmp_path):
-    tier = bench.open()
+def test_kill_after_reset_restores_nothing(bench, tier, monkeypatch, tmp_path):
     tier.reset()
     wait_for_reset(tier)
     store(tier, bench.keys(0, 1))
@@ -333,8 +332,7 @@ def test_store_overtaken_by_reset_writes_nothing(bench, monkeypatch):
     assert bench.open().stats().num_held == 0
 
 
-def test_store_that_ends_early_fails(bench, monkeypatch):
-    tier = bench.open()
+def test_store_that_ends_early_fails(bench, tier, monkeypatch):
     monkeypatch.setattr(os, "pwritev", lambda fd, rows, offset: 0 if offset else 4096)
     result = store(tier, bench.keys(0, 1))
     assert (result.done, result.failed) == ([], bench.keys(0, 1))
@@ -436,8 +434,7 @@ def test_two_flipped_bits_break_the_seal(bench):
     assert bench.open().stats().num_held == 3
 
 
-def test_short_unaligned_piece_is_moved_again(bench, monkeypatch):
-    tier = bench.open()
+def test_short_unaligned_piece_is_moved_again(bench, tier, monkeypatch):
     if not tier.is_direct:
         pytest.skip("no way past the page cache here")
     calls = Counter()
@@ -483,16 +480,14 @@ def test_failed_open_releases_the_lock(bench, monkeypatch, owner, name, error, m
     del caught
 
 
-def test_inherited_descriptor_keeps_no_lock(bench):
-    tier = bench.open()
+def test_inherited_descriptor_keeps_no_lock(bench, tier):
     inherited = os.dup(tier._store.directory._lock_fd)
     tier.shutdown()
     bench.open().shutdown()
     os.close(inherited)
 
 
-def test_forked_child_does_not_keep_lock(bench):
-    tier = bench.open()
+def test_forked_child_does_not_keep_lock(bench, tier):
     if not (child := os.fork()):
         os._exit(0)
     os.waitpid(child, 0)
@@ -634,8 +629,7 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_corrupt_blocks_warn_once_a_minute(bench, caplog, monkeypatch):
-    tier = bench.open()
+def test_corrupt_blocks_warn_once_a_minute(bench, tier, caplog, monkeypatch):
     store(tier, bench.keys(*range(8)))
     with (bench.path / "data").open("r+b") as file:
         file.write(bytes(8 * 4096))
@@ -653,8 +647,7 @@ def test_corrupt_blocks_warn_once_a_minute(bench, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])
-def test_failing_moves_warn_until_one_succeeds(bench, monkeypatch, caplog, number):
-    tier = bench.open()
+def test_failing_moves_warn_until_one_succeeds(bench, tier, monkeypatch, caplog, number):
     store(tier, bench.keys(0))
     monkeypatch.setattr(os, "preadv", raiser(number))
     assert load(tier, bench.keys(0)).failed == bench.keys(0)

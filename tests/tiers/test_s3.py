@@ -75,8 +75,27 @@ def start(local, opened):
     return start_one
 
 
+@pytest.fixture
+def tier(start):
+    return start()
+
+
 def path_of(tier, key):
     return tier.store_name(key).decode().replace(":", "/")
+
+
+def huge(request, status=200):
+    """Announce far more than is sent."""
+    request.reply(status, bytes(1 << 16), HUGE_BYTES)
+    request.hang_up()
+
+
+def refusing(status, code):
+    """Return what refuses a request with a code of S3."""
+    return lambda request: request.refuse(status, code)
+
+
+busy = refusing(503, "SlowDown")
 
 
 def test_objects_lie_below_prefix(local, start):
@@ -90,8 +109,7 @@ def test_objects_lie_below_prefix(local, start):
     assert found(start(prefix="team/a2"), KEYS[:2]) == found(start(), KEYS[:2]) == 0
 
 
-def test_answers_of_head_are_remembered(local, start):
-    tier = start()
+def test_answers_of_head_are_remembered(local, start, tier):
     store(start(), KEYS[:40])
     local.calls.clear()
     for _ in range(3):
@@ -111,8 +129,7 @@ def test_block_is_sent_in_one_request(local, start):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, BLOCK_BYTES, BLOCK_BYTES + SEAL_BYTES - 1, BLOCK_BYTES + SEAL_BYTES + 1])
-def test_object_of_other_length_is_deleted(local, start, num_bytes):
-    tier = start()
+def test_object_of_other_length_is_deleted(local, tier, num_bytes):
     store(tier, KEYS[:3])
     local.objects[path_of(tier, KEYS[1])] = bytes(num_bytes)
     result = load(tier, KEYS[:3])
@@ -122,64 +139,37 @@ def test_object_of_other_length_is_deleted(local, start, num_bytes):
     assert store(tier, KEYS[1:2]).done == KEYS[1:2]
 
 
-def test_huge_object_is_not_read(local, start):
-    tier = start()
+def test_huge_object_is_not_read(local, tier):
     store(tier, KEYS[:2])
-    announced = []
-
-    def announce_more(request):
-        if request.command == "GET" and KEYS[0].hex() in request.path:
-            announced.append(request.path)
-            request.reply(200, bytes(1 << 16), HUGE_BYTES)
-            request.hang_up()
-            return True
-        return False
-
-    local.intercept = announce_more
-    result = load(tier, KEYS[:2])
-    assert (result.done, result.failed, result.error, len(announced)) == (KEYS[1:2], KEYS[:1], "", 1)
+    local.calls.clear()
+    local.spoil(huge, "GET")
+    result = load(tier, KEYS[:1])
+    assert (result.done, result.failed, result.error, local.calls["GET"]) == ([], KEYS[:1], "", 1)
+    local.heal()
+    assert load(tier, KEYS[1:2], 9).done == KEYS[1:2]
 
 
 @pytest.mark.parametrize(
     ("status", "command"), [(404, "GET"), (412, "PUT"), (500, "GET"), (200, "PUT"), (200, "DELETE")]
 )
-def test_huge_answer_takes_no_memory(local, start, status, command):
+def test_huge_answer_takes_no_memory(local, tier, status, command):
     """The library's own requests would reserve all that an answer announces."""
-    tier = start()
     store(tier, KEYS[:3])
     local.objects[path_of(tier, KEYS[1])] = b"deleted when it is read"
-
-    def announce_more(request):
-        if request.command == command:
-            request.reply(status, bytes(1 << 16), HUGE_BYTES)
-            request.hang_up()
-        return request.command == command
-
-    local.intercept = announce_more
+    local.spoil(lambda request: huge(request, status), command)
     store_as_is(tier, KEYS[4:5], 7)
     assert load_as_is(tier, KEYS[:2], 8).done == ([] if command == "GET" else KEYS[:1])
-    local.intercept = lambda request: False
+    local.heal()
     assert load(tier, KEYS[2:3], 9).done == KEYS[2:3]
 
 
-def test_huge_listing_ends_no_engine(local, start):
-    tier = start()
+def test_huge_listing_ends_no_engine(local, tier):
     private_blocks(tier, local)
-    listed = []
-
-    def announce_more(request):
-        if is_list := "list-type" in request.query:
-            listed.append(request.query)
-            request.reply(200, bytes(1 << 16), HUGE_BYTES)
-            time.sleep(0.05)
-            request.wfile.write(bytes(1 << 16))
-            request.hang_up()
-        return is_list
-
-    local.intercept = announce_more
+    local.calls.clear()
+    local.spoil(huge, "LIST")
     tier.reset()
     wait_for_reset(tier)
-    assert listed
+    assert local.calls["GET"] > 0
     assert store(tier, KEYS[:2], 60).done == KEYS[:2]
 
 
@@ -187,14 +177,7 @@ def test_failed_deletion_is_tried_again(local, start, monkeypatch):
     monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
     tier = start()
     paths = private_blocks(tier, local)
-    answers = iter([True] * 4)
-
-    def refuse(request):
-        if is_busy := "list-type" in request.query and next(answers, False):
-            request.refuse(500, "InternalError")
-        return is_busy
-
-    local.intercept = refuse
+    local.spoil(refusing(500, "InternalError"), "LIST", times=4)
     tier.reset()
     wait_for_reset(tier)
     assert not set(paths) & local.objects.keys()
@@ -217,25 +200,17 @@ def test_long_deletion_goes_on_later(local, start, monkeypatch):
 
 
 @pytest.mark.parametrize("status", [201, 202, 206])
-def test_download_is_answered_with_200(local, start, status):
+def test_download_is_answered_with_200(local, tier, status):
     """Any other answer, even as long as the block, does not fill the buffer."""
-    tier = start()
     store(tier, KEYS[:2])
-
-    def answer(request):
-        if is_get := request.command == "GET":
-            request.reply(status, local.objects[request.key])
-        return is_get
-
-    local.intercept = answer
+    local.spoil(lambda request: request.reply(status, local.objects[request.key]), "GET")
     result = load_as_is(tier, KEYS[:2])
     assert (result.done, f"status {status}" in result.error, tier.stats().corrupt_blocks) == ([], True, 0)
-    local.intercept = lambda request: False
+    local.heal()
     assert load(tier, KEYS[:2], 9).done == KEYS[:2]
 
 
-def test_changed_or_moved_object_misses(local, start):
-    tier = start()
+def test_changed_or_moved_object_misses(local, tier):
     store(tier, KEYS[:4])
     names = [path_of(tier, key) for key in KEYS[:4]]
     changed = bytearray(local.objects[names[0]])
@@ -243,18 +218,6 @@ def test_changed_or_moved_object_misses(local, start):
     local.objects.update({names[0]: bytes(changed), names[1]: local.objects[names[2]]})
     assert load(tier, KEYS[:4]).done == KEYS[2:4]
     assert tier.stats().corrupt_blocks == 2
-
-
-def answering(status, code, *commands):
-    """Return what refuses requests with a code of S3."""
-
-    def intercept(request):
-        if commands and request.command not in commands:
-            return False
-        request.refuse(status, code)
-        return True
-
-    return intercept
 
 
 @pytest.mark.parametrize(
@@ -267,7 +230,7 @@ def answering(status, code, *commands):
     ],
 )
 def test_mistake_of_configuration_ends_start(local, start, answer, message):
-    local.intercept = answering(*answer)
+    local.spoil(refusing(*answer))
     with pytest.raises(ValueError, match=message) as caught:
         start()
     assert "secret" not in str(caught.value)
@@ -276,11 +239,11 @@ def test_mistake_of_configuration_ends_start(local, start, answer, message):
 
 @pytest.mark.parametrize("answer", [(403, "RequestTimeTooSkewed"), (503, "SlowDown"), (500, "InternalError")])
 def test_passing_fault_is_named_not_fatal(local, start, answer):
-    local.intercept = answering(*answer)
+    local.spoil(refusing(*answer))
     tier = start()
     assert answer[1] in store(tier, KEYS[:1]).error
     assert "refuses" not in store_as_is(tier, KEYS[:1], 7).error
-    local.intercept = lambda request: False
+    local.heal()
     assert store(tier, KEYS[:2], 8).done
     assert load(tier, KEYS[:2]).done == KEYS[:2]
 
@@ -293,17 +256,9 @@ def test_engine_starts_without_server(local, start):
     assert store(tier, KEYS[:2], 5).done
 
 
-def test_busy_server_is_asked_again(local, start):
-    tier = start()
+def test_busy_server_is_asked_again(local, tier):
     local.calls.clear()
-    answers = iter((True, True, False))
-
-    def busy(request):
-        if is_busy := next(answers, False):
-            request.refuse(503, "SlowDown")
-        return is_busy
-
-    local.intercept = busy
+    local.spoil(busy, times=2)
     assert store(tier, KEYS[:1]).done == KEYS[:1]
     assert local.calls == {"PUT": 3}
 
@@ -312,18 +267,8 @@ def test_attempts_share_time_limit(local, start, monkeypatch):
     """A store that is busy at first has the rest of the time for later attempts, also with a new connection."""
     tier, limits, limit = start(timeout_s=50.0), [], Channel.limit
     monkeypatch.setattr(Channel, "limit", lambda channel, seconds: limits.append(seconds) or limit(channel, seconds))
-    answers = iter(("busy", "gone"))
-
-    def spoil(request):
-        kind = next(answers, "")
-        if kind == "busy":
-            time.sleep(0.2)
-            request.refuse(503, "SlowDown")
-        elif kind == "gone":
-            request.hang_up()
-        return bool(kind)
-
-    local.intercept = spoil
+    acts = iter((lambda request: (time.sleep(0.2), busy(request)), lambda request: request.hang_up()))
+    local.spoil(lambda request: next(acts)(request), times=2)
     assert store(tier, KEYS[:1]).done == KEYS[:1]
     first, second, third = limits
     assert 50 >= first > second + 0.2 > third + 0.2
@@ -333,13 +278,7 @@ def test_attempts_share_time_limit(local, start, monkeypatch):
 def test_slow_server_fails_in_time(local, start, command):
     tier = start(timeout_s=0.2)
     store(tier, KEYS[:1])
-
-    def wait(request):
-        if request.command == command:
-            time.sleep(1.0)
-        return False
-
-    local.intercept = wait
+    local.spoil(lambda request: (time.sleep(1.0), request.hang_up()), command)
     start_s = time.monotonic()
     if command == "HEAD":
         tier.lookup(KEYS[1:3])
@@ -352,26 +291,22 @@ def test_slow_server_fails_in_time(local, start, command):
     assert tier.stats().io_errors == 1
 
 
-def test_cut_answers_fill_no_block(local, start):
-    tier = start()
+def test_cut_answers_fill_no_block(local, tier):
     store(tier, KEYS[:4])
 
     def cut(request):
-        if request.command == "GET":
-            request.reply(200, local.objects[request.path.partition("/blocks/")[2]][:2000], BLOCK_BYTES + SEAL_BYTES)
-            request.hang_up()
-        return request.command == "GET"
+        request.reply(200, local.objects[request.key][:2000], BLOCK_BYTES + SEAL_BYTES)
+        request.hang_up()
 
-    local.intercept = cut
+    local.spoil(cut, "GET")
     result = load(tier, KEYS[:4])
     assert (result.done, sorted(result.failed)) == ([], KEYS[:4])
     assert result.error.startswith("OSError: s3://blocks")
-    local.intercept = lambda request: False
+    local.heal()
     assert load(tier, KEYS[:4], 3).done == KEYS[:4]
 
 
-def test_bucket_that_vanishes_fails_jobs(local, start):
-    tier = start()
+def test_bucket_that_vanishes_fails_jobs(local, tier):
     store(tier, KEYS[:2])
     objects = local.buckets.pop("blocks")
     assert "NoSuchBucket" in store(tier, KEYS[2:3], 3).error
@@ -381,13 +316,11 @@ def test_bucket_that_vanishes_fails_jobs(local, start):
     assert load(tier, KEYS[:2], 5).done == KEYS[:2]
 
 
-def test_stale_answers_are_misses(local, start):
-    tier = start()
+def test_stale_answers_are_misses(local, start, tier):
     store(tier, KEYS[:4])
     # HEAD and the listing still show a deleted object, and do not show a present one.
     del local.objects[path_of(tier, KEYS[1])]
-    stale = lambda request: request.command == "HEAD" and (request.reply(200, num_bytes=4112) or True)  # noqa: E731
-    local.intercept = stale
+    local.spoil(lambda request: request.reply(200, num_bytes=4112), "HEAD")
     other = start()
     assert found(other, KEYS[:4]) == 4
     assert load(other, KEYS[:4]).done == [KEYS[0], KEYS[2], KEYS[3]]
@@ -402,8 +335,7 @@ def private_blocks(tier, local):
     return [path_of(tier, key) for key in KEYS[:5]]
 
 
-def test_reset_deletes_private_blocks(local, start):
-    tier = start()
+def test_reset_deletes_private_blocks(local, tier):
     store(tier, KEYS[:3])
     paths = private_blocks(tier, local)
     foreign = {"kvcache": b"", f"{paths[0].rpartition('/')[0]}2/{KEYS[0].hex()}": b"another epoch's"}
@@ -415,13 +347,13 @@ def test_reset_deletes_private_blocks(local, start):
 
 
 @pytest.mark.parametrize("answer", [(403, "AccessDenied"), None])
-def test_reset_without_deletion_still_ends(local, start, answer):
-    tier = start()
+def test_reset_without_deletion_still_ends(local, tier, answer):
     paths = private_blocks(tier, local)
     # Either nothing may be deleted, or the listing shows names that have gone and hides those that are there.
     if answer is None:
         hidden = {path: local.objects.pop(path) for path in paths[:2]}
-    local.intercept = answering(*answer, "POST") if answer else (lambda request: False)
+    else:
+        local.spoil(refusing(*answer), "POST")
     tier.reset()
     wait_for_reset(tier)
     if answer is None:
@@ -430,18 +362,16 @@ def test_reset_without_deletion_still_ends(local, start, answer):
     assert set(paths) & local.objects.keys() == set(paths if answer else paths[:2])
 
 
-def test_corrupt_block_without_permission_stays(local, start):
-    tier = start()
+def test_corrupt_block_without_permission_stays(local, tier):
     store(tier, KEYS[:2])
     local.objects[path_of(tier, KEYS[0])] = bytes(BLOCK_BYTES + SEAL_BYTES)
-    local.intercept = answering(403, "AccessDenied", "DELETE")
+    local.spoil(refusing(403, "AccessDenied"), "DELETE")
     result = load(tier, KEYS[:2])
     assert (result.done, result.error, tier.stats().corrupt_blocks) == (KEYS[1:2], "", 1)
 
 
 @pytest.mark.parametrize("content", [b"", b"../../../etc", b"0123456789ABCDEF", b"0" * 16 + b"/", bytes(1 << 20)])
-def test_foreign_epoch_is_never_joined(local, start, content):
-    tier = start()
+def test_foreign_epoch_is_never_joined(local, start, tier, content):
     local.objects[tier.epoch_name.decode().replace(":", "/")] = content
     late = start()
     assert "has a foreign object as kvcache/" in store(late, KEYS[:1]).error
@@ -529,19 +459,19 @@ def test_check_leaves_nothing_behind(server):
 
 
 @pytest.mark.parametrize(
-    ("intercept", "message"),
+    ("act", "commands", "message"),
     [
-        (answering(403, "AccessDenied"), "AccessDenied"),
-        (answering(403, "AccessDenied", "PUT"), "AccessDenied"),
-        (answering(403, "AccessDenied", "DELETE"), "does not delete names"),
-        (answering(403, "RequestTimeTooSkewed"), "RequestTimeTooSkewed"),
-        (answering(404, "NoSuchBucket"), "NoSuchBucket"),
-        (answering(503, "SlowDown"), "SlowDown"),
-        (lambda request: request.command == "PUT" and (request.reply(200) or True), "does not keep the epoch"),
+        (refusing(403, "AccessDenied"), (), "AccessDenied"),
+        (refusing(403, "AccessDenied"), ["PUT"], "AccessDenied"),
+        (refusing(403, "AccessDenied"), ["DELETE"], "does not delete names"),
+        (refusing(403, "RequestTimeTooSkewed"), (), "RequestTimeTooSkewed"),
+        (refusing(404, "NoSuchBucket"), (), "NoSuchBucket"),
+        (busy, (), "SlowDown"),
+        (lambda request: request.reply(200), ["PUT"], "does not keep the epoch"),
     ],
 )
-def test_check_names_the_fault(local, intercept, message):
-    local.intercept = intercept
+def test_check_names_the_fault(local, act, commands, message):
+    local.spoil(act, *commands)
     assert message in S3Tier.unavailable_reason(S3Options(**local.place))
 
 
