@@ -327,9 +327,7 @@ def _fits(num_bytes: int, tiers: Iterable[TierSettings]) -> Finding:
     return Finding("ok", "memory", f"{format_size(num_bytes)} fit into this machine's free memory")
 
 
-def _check_memory(
-    pool_bytes: int, engines: list[OffloadSettings], node_pool: str | bool | None
-) -> Iterator[Finding]:
+def _check_memory(pool_bytes: int, engines: list[OffloadSettings], node_pool: str | bool | None) -> Iterator[Finding]:
     settings = engines[0]
     if node_pool:
         used_bytes, finding = _check_node(node_pool, settings.cpu_bytes_to_use or 0)
@@ -362,6 +360,8 @@ def _check_tier(subject: str, tier: TierSettings, block_bytes: int, owner_pid: i
             yield Finding("warning", subject, doubt)
     disk = _disk_of(tier)
     if disk is None:
+        if tier.config.endurance is not None and ":" not in TIERS.path_of(tier.cls):
+            yield Finding("error", subject, "endurance limits the writes of a disk; this tier does not wear")
         return
     if disk.capacity_bytes < disk.least_bytes(block_bytes):
         least = f"one block of {format_size(block_bytes)}" if block_bytes else format_size(disk.least_bytes(0))
@@ -374,18 +374,22 @@ def _check_tier(subject: str, tier: TierSettings, block_bytes: int, owner_pid: i
                 "warning", subject, f"{disk.path}, owner {status.st_uid}, mode {mode}: other users may read it"
             )
         yield Finding("ok", subject, f"{disk.path} exists and takes {format_size(disk.used_bytes)} on disk")
-        yield from _check_wear(subject, disk, tier.config.endurance)
+    yield from _check_wear(subject, disk, tier.config.endurance, block_bytes)
     if not disk.is_read_only and (disk.path.is_dir() or not disk.path.exists()):
         yield _room(subject, disk.path, disk.needed_bytes)
 
 
-def _check_wear(subject: str, disk: _Disk, endurance: float | str | None) -> Iterator[Finding]:
+def _check_wear(subject: str, disk: _Disk, endurance: float | str | None, block_bytes: int) -> Iterator[Finding]:
     """Describe the life of the SSD at the rate that the last process recorded, once that is known."""
-    wear = getattr(disk.tier, "recorded_wear", lambda *_: None)(disk.path, disk.capacity_bytes)
+    wear = getattr(disk.tier, "recorded_wear", lambda *_: None)(disk.path, disk.capacity_bytes, block_bytes)
     if wear is None:
         return
     if endurance is not None:
-        wear.limit(endurance)
+        try:
+            wear.limit(endurance)
+        except ValueError as error:
+            yield Finding("error", subject, str(error))
+            return
     rates = wear.stats()
     if text := describe_wear(rates["drive_writes"], rates["life_years"]):
         yield Finding("warning" if rates["life_years"] < SHORT_LIFE_YEARS else "ok", subject, text)

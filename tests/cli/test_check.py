@@ -404,3 +404,19 @@ def test_check_names_life_of_disk(check, tmp_path, endurance, level):
     life = f"5 drive writes a day: an SSD rated for {rated} lives {years} years"
     assert status == 0
     assert [finding["level"] for finding in json.loads(text)["findings"] if finding["text"] == life] == [level]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"endurance": "1KiB/day"}, "endurance must allow at least one block a day, got '1024/day' for"),
+        ({"endurance": "64MiB/day"}, ""),
+        ({"type": "memory", "path": None, "endurance": 3}, "this tier does not wear"),
+    ],
+)
+def test_useless_endurance_is_an_error(check, tmp_path, entry, message):
+    tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1GiB", **entry}
+    tier = {name: value for name, value in tier.items() if value is not None}
+    given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [tier]}
+    status, text = check(given, "--model", "llama-3.1-8b")
+    assert (status, message in text) == (bool(message), True)

@@ -11,7 +11,7 @@ from scheduling import BLOCK_TOKENS, GENERATED_TOKEN, MAMBA
 from vllm.v1.request import RequestStatus
 
 from kvcache.integrations.vllm import spec
-from kvcache.integrations.vllm.group_windows import find_windows
+from kvcache.integrations.vllm.group_windows import described_groups, find_windows
 
 SLIDING = (None, 4 * BLOCK_TOKENS)
 STATES = (MAMBA, None, MAMBA)
@@ -281,3 +281,19 @@ GROUP = {"sliding_window_size_in_chunks": None, "tokens_per_block": 16}
 def test_model_without_rule_is_named(changes, reason):
     with pytest.raises(ValueError, match=reason):
         find_windows([SimpleNamespace(**(GROUP | change)) for change in changes])
+
+
+@pytest.mark.parametrize(
+    ("groups", "caches", "reason"),
+    [
+        ([SimpleNamespace()], [SimpleNamespace(is_eagle_group=False)], r"\[namespace\(\)\] .* 'group_id'"),
+        ([SimpleNamespace(**GROUP, group_id=0)], [SimpleNamespace()], "'is_eagle_group'"),
+        ([SimpleNamespace(**GROUP, group_id=1)], [SimpleNamespace(is_eagle_group=False)], "index out of range"),
+        (None, [], "groups None of vLLM's configuration"),
+    ],
+)
+def test_malformed_groups_are_named(groups, caches, reason):
+    kv_cache_config = SimpleNamespace(kv_cache_groups=caches)
+    with pytest.raises(ValueError, match=reason):
+        described_groups(SimpleNamespace(groups=groups))
+    assert kv_cache_config.kv_cache_groups is caches

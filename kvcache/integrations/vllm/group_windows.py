@@ -14,8 +14,16 @@ from typing import Any
 def described_groups(config: Any) -> Sequence[Any]:
     """Return the groups of vLLM's `OffloadingConfig` with their windows and drafters, also in a worker.
 
-    The connector that makes a spec has them: a local variable of a caller. ValueError: no caller is a connector.
+    The connector that makes a spec has them: a local variable of a caller. ValueError: no caller is a connector, or its
+    groups lack what this release of kvcache reads.
     """
+    try:
+        return _groups_of_caller(config)
+    except (AttributeError, IndexError, TypeError) as error:
+        raise ValueError(f"groups {config.groups!r:.200} of vLLM's configuration are unknown: {error}") from None
+
+
+def _groups_of_caller(config: Any) -> Sequence[Any]:
     frame = inspect.currentframe()
     while frame is not None and not hasattr(frame.f_locals.get("kv_cache_config"), "kv_cache_groups"):
         frame = frame.f_back
@@ -51,7 +59,8 @@ def find_windows(groups: Sequence[Any], caller: FrameType | None = None) -> list
     connector = caller.f_locals.get("self") if caller is not None else None
     # These are the windows with which vLLM searches for a hit.
     groups = getattr(getattr(connector, "config", None), "kv_group_configs", groups)
-    if not all(hasattr(group, "sliding_window_size_in_chunks") for group in groups):
+    names = ("sliding_window_size_in_chunks", "tokens_per_block")
+    if not all(hasattr(group, name) for group in groups for name in names):
         raise ValueError("this release of vLLM does not name their windows")
     indices = [getattr(group, "group_idx", getattr(group, "group_id", i)) for i, group in enumerate(groups)]
     if indices != list(range(len(groups))):

@@ -206,16 +206,20 @@ class DiskTier(JobTier):
             return None
 
     @staticmethod
-    def recorded_wear(path: Path, capacity_bytes: int) -> Wear | None:
-        """Return the wear recorded at `path`, for a tier of `capacity_bytes`, or None without a tier there."""
-        try:
-            with closing(TierDirectory(path, None, read_only=True)) as directory:
-                header = directory.header
-                wear = Wear(num_slots_within(capacity_bytes, header.block_bytes), header.slot_bytes)
-                wear.restore(directory.read_wear())
-                return wear
-        except (OSError, ValueError):
-            return None
+    def recorded_wear(path: Path, capacity_bytes: int, block_bytes: int = 0) -> Wear | None:
+        """Return the wear recorded at `path`, for a tier of `capacity_bytes`.
+
+        Without a tier there, return that of a new one, or None if its `block_bytes` are unknown or do not fit.
+        """
+        record = b""
+        with suppress(OSError, ValueError), closing(TierDirectory(path, None, read_only=True)) as directory:
+            block_bytes, record = directory.header.block_bytes, directory.read_wear()
+        with suppress(ValueError):
+            header = Header.fresh(block_bytes, num_slots_within(capacity_bytes, block_bytes), {})
+            wear = Wear(header.num_slots, header.slot_bytes, is_kept=True)
+            wear.restore(record)
+            return wear
+        return None
 
     @property
     def is_direct(self) -> bool:
