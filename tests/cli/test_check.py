@@ -123,25 +123,22 @@ def test_vllm_managers_check_names_data_plane(check, tmp_path):
     assert "warning options" not in text
 
 
+TWO_RANKS = ("--workers", "2", "--model")
+
+
 @pytest.mark.parametrize(
-    ("model", "copies"),
+    ("given", "options", "copies"),
     [
         # 61 layers x 576 values x 2 bytes x 16 tokens, the same on both ranks
-        ("deepseek-v3", "one copy for all ranks; 59 chunks of 1,124,352 bytes and 63.26 MiB in all"),
+        (engines(), (*TWO_RANKS, "deepseek-v3"), "all ranks; 59 chunks of 1,124,352 bytes and 63.26 MiB in all"),
         # 36 layers x 2048 values x 2 bytes x 16 tokens / 2 ranks
-        ("qwen3-8b", "each rank's part; 28 chunks of 1,179,648 bytes and 31.5 MiB on each rank"),
+        (engines(), (*TWO_RANKS, "qwen3-8b"), "part; 28 chunks of 1,179,648 bytes and 31.5 MiB on each rank"),
+        (ours(), (), "on CUDA, ROCm and XPU vLLM's worker"),
+        (ours(data_plane="kvcache"), (), "data plane kvcache's worker, each rank's part"),
     ],
 )
-def test_check_names_one_copy_or_many(check, model, copies):
-    given = engines(secondary_tiers=[TIER | {"capacity": "1GiB"}])
-    assert copies in check(given, "--model", model, "--workers", "2")[1]
-
-
-def test_check_data_plane_depends_on_platform(check):
-    assert "on CUDA, ROCm and XPU vLLM's worker" in check(ours())[1]
-    text = check(ours(data_plane="kvcache"))[1]
-    assert "kvcache's worker, each rank's part" in text
-    assert "vLLM's worker" not in text
+def test_check_names_worker_and_copies(check, given, options, copies):
+    assert copies in check(given, *options)[1]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +209,9 @@ def test_connector_without_options_is_no_fault(check):
         ({}, {"capacity": "1KiB"}, "capacity 1024 of a KVCacheL2 must be >="),
         ({}, {"capacity": "64MiB", "read_only": True}, "KVCacheL2 does not support read_only"),
         ({}, {"capacity": "64MiB", "endurance": 3}, "KVCacheL2 does not support endurance"),
+        ({}, {"capacity": "64MiB", "write_policy": "write_back"}, "KVCacheL2 does not support write_policy"),
+        ({}, {"capacity": "x"}, "capacity in a disk tier"),
+        ({}, {"kind": "valkey"}, "kind of a KVCacheL2 must be one of disk"),
         ({}, {"capacity": "900PiB"}, "are needed below"),
         ({}, {"capacity": "64MiB", "type": "disk"}, "unknown options of a disk tier: type"),
         ({}, {"capacity": "64MiB", "path": "/mnt/{rank}"}, "its data-parallel rank is unknown here, got '/mnt/{rank}'"),
@@ -241,6 +241,11 @@ def test_check_l2_adapter_of_lmcache(tmp_path, changes, params, message):
         ({"kind": "disc"}, "did you mean 'disk'"),
         ({"type": "disk"}, "unknown options of a disk tier: type"),
         ({"endurance": 3}, "the engine decides what SGLang's storage backend stores and loads: omit endurance"),
+        ({"write_policy": "write_through", "max_store_blocks": 9}, "omit max_store_blocks, write_policy"),
+        ({"arbiter": False, "num_uses": 2}, "omit arbiter, num_uses"),
+        ({"capacity": "much"}, "capacity in a disk tier"),
+        ({"shares": {"kv": 0.9, "mamba": 0.2}}, "at most 1 in all"),
+        ({"shares": {"kv": 0}}, "must each be above 0"),
         ({"path": "/mnt/kv{dp_rnk}"}, "unknown placeholder {dp_rnk}; known ones: {dp_rank} and {rank}, got '/mnt"),
         (
             {"module_path": "kvcache.integrations.sglnag"},

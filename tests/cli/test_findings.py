@@ -37,12 +37,6 @@ def test_pool_below_block_is_one_error():
     assert [finding.level for finding in findings if finding.subject == "pool"] == ["error"]
 
 
-def test_pool_that_fits_has_no_errors():
-    findings = check_config({"num_cpu_blocks": 8, "cache_policy": "arc"}, block_bytes=1 << 20)
-    assert findings[0] == Finding("ok", "pool", "8 blocks of 1 MiB, 8 MiB in all, policy arc")
-    assert "error" not in {finding.level for finding in findings}
-
-
 @pytest.mark.parametrize("kind", ["valkey", "mooncake"])
 def test_check_unreachable_store_is_error(kind):
     pytest.importorskip(kind)

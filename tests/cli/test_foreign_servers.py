@@ -20,7 +20,7 @@ TOP = COMMANDS[1]
 
 @contextmanager
 def answering(listener, answer):
-    """Give every client of `listener` what `answer` returns for its request."""
+    """Send every client of `listener` the parts that `answer` returns for its request."""
 
     def serve():
         while True:
@@ -29,7 +29,8 @@ def answering(listener, answer):
             except OSError:
                 return
             with client, suppress(OSError):
-                client.sendall(answer(client.recv(1 << 16)))
+                for part in answer(client.recv(1 << 16)):
+                    client.sendall(part)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -44,7 +45,15 @@ def answering(listener, answer):
 def engine_answering(path, answers):
     """Give every client of a socket the answer to its command."""
     listener = bound(socket.SOCK_STREAM, 128)(path)
-    return answering(listener, lambda request: answers.get(json.loads(request or b"{}").get("command"), b""))
+    return answering(listener, lambda request: [answers.get(json.loads(request or b"{}").get("command"), b"")])
+
+
+@contextmanager
+def page_answering(answer):
+    """Yield the URL of a server with such answers."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    with answering(listener, answer):
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
 
 
 def result(value):
@@ -213,11 +222,9 @@ def test_engine_text_never_steers_the_terminal(run, tmp_path):
     ],
 )
 def test_foreign_server_is_named_without_redirect(run, answer, status, fault):
-    listener = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
     if b"302" in answer:
         answer += b"\r\nContent-Length: 0\r\n\r\n"
-    with answering(listener, lambda request: answer):
+    with page_answering(lambda request: [answer]) as url:
         code, _, error = run("top", "--once", "--url", url)
     assert code == status
     assert f"{url} {fault}" in error
@@ -240,22 +247,15 @@ def test_parse_metrics_skips_foreign_series():
 def test_page_without_an_end_is_named(run, monkeypatch, name, value):
     monkeypatch.setattr(frames, "_TIMEOUT_S", 60.0)
     monkeypatch.setattr(frames, name, value)
-    listener = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
 
-    def serve():
-        client, _ = listener.accept()
-        with client, suppress(OSError):
-            client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-            while True:
-                client.sendall(b"# nothing\n")
-                time.sleep(0.001)
+    def endless(request):
+        yield b"HTTP/1.1 200 OK\r\n\r\n"
+        while True:
+            yield b"# nothing\n"
+            time.sleep(0.001)
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    code, _, error = run("top", "--once", "--url", url)
-    listener.close()
-    thread.join()
+    with page_answering(endless) as url:
+        code, _, error = run("top", "--once", "--url", url)
     assert code == 1
     assert f"{url} does not answer: its answer does not end" in error
     # In 60 s the server sends more.

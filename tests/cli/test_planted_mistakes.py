@@ -132,6 +132,18 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OURS, {f"{EXTRA}.spec_name": "KVCacheSpec"}, "must be 'KVCacheOffloadingSpec', got 'KVCacheSpec'"),
     (OURS, {f"{EXTRA}.spec_module_path": "kvcache.vllm"}, "spec_name and spec_module_path must be"),
     (OURS, {f"{EXTRA}.cpu_bytes_to_use": REMOVED}, "must have 'cpu_bytes_to_use'"),
+    *(
+        (OURS, {f"{EXTRA}.cpu_bytes_to_use": value}, f"cpu_bytes_to_use in {EXTRA} {SIZE}")
+        for value in (0, -1, 1.5, True, "much", float("inf"), [1])
+    ),
+    (OURS, {f"{EXTRA}.cache_policy": "lur"}, "did you mean 'lru'"),
+    (OURS, {f"{EXTRA}.num_copy_threads": -2}, f"num_copy_threads in {EXTRA} {COUNT}"),
+    (OURS, {f"{EXTRA}.lookup_deadline_s": 0}, f"lookup_deadline_s in {EXTRA} must be a number of seconds > 0"),
+    (OURS, {f"{EXTRA}.pool_path": "/x"}, "pool_path"),
+    (OURS, {f"{EXTRA}.node_pool": "../a"}, "node_pool must be true or a name"),
+    (OURS, {f"{EXTRA}.node_pool": 3}, "node_pool must be true or a name"),
+    (OURS, {f"{EXTRA}.tiers": []}, f"tiers in {EXTRA} must be a list of dicts, at least one"),
+    (OURS, {f"{EXTRA}.tiers": {"type": "disk"}}, f"tiers in {EXTRA} must be a list of dicts"),
     (OURS, {f"{EXTRA}.eviction_policy": "arc"}, "kvcache reads 'cache_policy', not 'eviction_policy'"),
     (OURS, {f"{EXTRA}.data_plane": "cuda"}, f"data_plane in {EXTRA} must be one of vllm, kvcache"),
     (OURS, {f"{EXTRA}.exporters": ["kv_events"]}, "the exporter 'kv_events' does not work under vLLM"),
@@ -142,6 +154,9 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ENGINES, {f"{EXTRA}.cpu_bytes_to_use": True}, "as vLLM reads it, got True"),
     (ENGINES, {f"{EXTRA}.secondary_tiers.0.kind": "disc"}, "did you mean 'disk'"),
     (ENGINES, {f"{EXTRA}.secondary_tiers.0.arbiter": True}, "omit arbiter"),
+    (ENGINES, {f"{EXTRA}.secondary_tiers.0.write_policy": "write_back"}, "omit write_policy"),
+    (ENGINES, {f"{EXTRA}.secondary_tiers.0.kind": REMOVED}, "a KVCacheTier needs 'kind'"),
+    (ENGINES, {f"{EXTRA}.secondary_tiers.0.offload_policy": "block"}, "must be one of chunk_level, request_level, got"),
     (ENGINES, {f"{EXTRA}.secondary_tiers.0.locality": "local"}, "locality in a KVCacheTier must be one of"),
     (ENGINES, {f"{EXTRA}.store_threshold": 2}, "store_threshold does not work with TieringOffloadingSpec"),
     (ENGINES, {f"{EXTRA}.eviction_policy": "Amq"}, "eviction_policy of vLLM itself must be one of lru, arc"),

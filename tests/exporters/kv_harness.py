@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -24,14 +23,6 @@ open_publisher = partial(KVEventPublisher, ANY_PORT, ANY_PORT, hash_format="byte
 
 def key(number: int, group_idx: int = 0) -> bytes:
     return make_offload_key(number.to_bytes(8, "big"), group_idx)
-
-
-def until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
-    """Wait until a condition holds."""
-    end_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 class Source:

@@ -113,6 +113,12 @@ def run(manager: Any, readers: list[Reader], num_requests: int, loss: float = 0.
         assert bool(wire.num_lost) == bool(loss)
         held = media_of(wire.publisher)
     assert held
+    if isinstance(manager, TieredOffloadingManager):
+        [tier] = manager.tier_stats()
+        stats = manager.stats()
+        assert {name: len(blocks) for name, blocks in held.items()} == {
+            "CPU": stats.num_blocks - stats.num_free, "STORAGE": tier.tier.num_held
+        }  # fmt: skip
     for reader in readers:
         names = {"cpu": "CPU", "hostpinned": "CPU", "storage": "STORAGE", "disk": "STORAGE"}
         found = {names[name.lower()]: blocks for name, blocks in reader.blocks.items() if blocks}
@@ -137,7 +143,7 @@ def test_readers_with_tokens_index_every_change(last_reader: str, num_requests: 
 
 
 def test_readers_over_tier_know_both_media() -> None:
-    tier = MemoryTier(4000 * 8, np.zeros((60, 8), np.uint8))
+    tier = MemoryTier(200, np.zeros((60, 8), np.uint8))
     manager = TieredOffloadingManager(BLOCK_SIZE, 60, [tier], "lru", True)
     readers = [READERS[name](BLOCK_SIZE) for name in ("llm-d", "Dynamo", "AIBrix", "vllm-router")]
     run(manager, readers, 100)

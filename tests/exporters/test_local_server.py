@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable
 from socketserver import BaseRequestHandler
 
 import pytest
+from waiting import wait_until
 
 from kvcache.exporters.local_server import LocalServer
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def connect(server: LocalServer) -> socket.socket:
@@ -49,7 +41,7 @@ def test_full_server_drops_oldest_idle_clients(
     server.start("test")
     clients = [connect(server) for _ in range(5)]
     assert [answer_of(client) for client in clients[:3]] == [b""] * 3
-    wait_for(lambda: server.num_dropped == 3)
+    wait_until(lambda: server.num_dropped == 3)
     server.service_actions()
     assert server.num_dropped == 3
     clients.append(connect(server))
@@ -89,8 +81,8 @@ def test_computing_threads_refuse_new_clients(monkeypatch: pytest.MonkeyPatch) -
     may_end.set()
     clients[1].sendall(b"?")
     assert answer_of(clients[1]) == b"!"
-    wait_for(lambda: server.num_threads == 0)
+    wait_until(lambda: server.num_threads == 0)
     server.stop()
     for client in (*clients, *refused):
         client.close()
-    wait_for(lambda: {*threading.enumerate()} <= threads)
+    wait_until(lambda: {*threading.enumerate()} <= threads)

@@ -487,23 +487,3 @@ def test_nan_in_stored_block_rejects_hit(model, cache):
     cache._pool.tensor.view(torch.float32).fill_(torch.nan)
     assert torch.equal(cached(cache, IDS), expected)
     assert cache.stats().rejected_hits == 1
-
-
-def test_failed_write_is_not_committed(model, cache, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(cache._layout, "pack", Mock(side_effect=MemoryError("full")))
-        with pytest.raises(MemoryError, match="full"):
-            cached(cache, IDS)
-    check_idle(cache)
-    assert (cache.load(IDS)[1], cache.stats().blocks.num_free) == (0, 64)
-    check_answer(cache, IDS)
-
-
-def test_failed_read_keeps_no_reference(model, cache, monkeypatch):
-    cached(cache, IDS)
-    with monkeypatch.context() as patch:
-        patch.setattr(cache._layout, "unpack", Mock(side_effect=MemoryError("full")))
-        with pytest.raises(MemoryError, match="full"):
-            cache.load(IDS)
-    check_idle(cache)
-    assert cache.load(IDS)[1] == 48

@@ -1,6 +1,5 @@
 """The check of options while vLLM parses its command line, without vLLM."""
 
-import importlib
 import json
 import logging
 import tomllib
@@ -30,28 +29,19 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["--kv-transfer-config", "--kv_transfer_config"])
-def test_bad_policy_fails_command_line_parsing(option, asked):
-    config = json.dumps(transfer_config({**GOOD, "cache_policy": "lur"}))
-    for words in ([option, config], [f"{option}={config}"]):
-        with pytest.raises(ValueError, match="unknown policy 'lur'"):
-            startup.check_command_line(["vllm", "serve", "model", *words])
-    assert asked == []
-
-
 @pytest.mark.parametrize(
-    "extra",
+    ("extra", "message"),
     [
-        {"tiers": [{"type": "disk", "path": "x", "capacity": "1GiB", "num_thraeds": 2}]},
-        {"tiers": [{"type": "disk", "path": "x"}]},
-        {"tiers": [{"type": "valkey", "url": "localhost:6379"}]},
-        {"exporters": ["kv_events"]},
-        {"spec_name": "KVCacheOfloadingSpec"},
+        ({"cache_policy": "lur"}, "unknown policy 'lur'"),
+        ({"exporters": ["kv_events"]}, "kv-events-config"),
+        ({"spec_name": "KVCacheOfloadingSpec"}, "KVCacheOfloading"),
     ],
 )
-def test_command_line_invalid_entry_is_refused(extra, asked):
-    importlib.import_module("valkey")
-    with pytest.raises(ValueError, match=r"num_thraeds|needs 'capacity'|valkey://|kv-events-config|KVCacheOfloading"):
-        startup.check_command_line(["--kv-transfer-config", json.dumps(transfer_config({**GOOD, **extra}))])
+def test_bad_option_fails_command_line_parsing(option, extra, message, asked):
+    config = json.dumps(transfer_config({**GOOD, **extra}))
+    for words in ([option, config], [f"{option}={config}"]):
+        with pytest.raises(ValueError, match=message):
+            startup.check_command_line(["vllm", "serve", "model", *words])
     assert asked == []
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ import urllib.request
 from select import select
 
 import numpy as np
+from servers import free_port
+from waiting import wait_until
 
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
@@ -36,13 +37,10 @@ class MemoryObject:
 
 def answer(query, event_fd=-1, seconds=20):
     """Wait for the event, then for the result of a task, which is returned once."""
-    end_s = time.monotonic() + seconds
     if event_fd >= 0:
         assert select([event_fd], [], [], seconds)[0]
         os.eventfd_read(event_fd)
-    while (result := query()) in (None, {}):
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
+    result = wait_until(lambda: (result := query()) not in (None, {}) and [result])[0]
     assert query() in (None, {})
     return result
 
@@ -106,12 +104,6 @@ def store_and_delete(path):
     time.sleep(600)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Server:
     """LMCache's server in a process of its own, and its bench client; chunks of 512 KiB."""
 
@@ -158,10 +150,7 @@ class Server:
 
     def settle(self, num_objects):
         """Wait until the adapter holds so many objects of 512 KiB, then empty LMCache's own memory."""
-        end_s = time.monotonic() + 20
-        while self.adapter().get("sizes", {}).get("524288", {}).get("num_held") != num_objects:
-            assert time.monotonic() < end_s, self.adapter()
-            time.sleep(0.05)
+        wait_until(lambda: self.adapter().get("sizes", {}).get("524288", {}).get("num_held") == num_objects)
         self.status("/cache/clear", method="POST", data=b"{}", headers={"content-type": "application/json"})
 
     def ask(self, sequence, name):

@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 import vllm_model  # noqa: F401  (before vLLM)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("vllm", "references"))
 
-from engine_tiering import TIMEOUT_S, engine_spec_config, wait_until
+from engine_tiering import engine_spec_config
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.example import manager as example
 from vllm.v1.kv_offload.tiering.fs import manager as fs
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from waiting import wait_until
 
 from kvcache.integrations.vllm import KVCacheTier
 
@@ -112,7 +113,7 @@ class Tier(KVCacheTier):
         super().__init__(real_spec(offloading_spec), view, tier_type, **given, **options_of(view, folder))
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        end_s = time.monotonic() + TIMEOUT_S
+        end_s = time.monotonic() + 60
         while (found := super().lookup(key, req_context)) is base.LookupResult.RETRY and time.monotonic() < end_s:
             self._answers.clear()
             self._controller.get_finished(1, self.clock())

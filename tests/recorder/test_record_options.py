@@ -53,30 +53,12 @@ def test_options_are_known_to_vllm_settings():
     assert {"record", "record_max_bytes"} <= OUR_KEYS
 
 
-def test_socket_command_toggles_a_recording(tmp_path):
-    manager = CPUOffloadingManager(16, 20)
-    command = RecordCommand(Telemetry(manager))
-    assert command.run() == {"file": None}
-    for options, name in (({"action": "start"}, "a file"), ({"action": "stop"}, "nothing")):
-        with pytest.raises(ValueError, match=name):
-            command.run(**options)
-    path = str(tmp_path / "run.kvlog")
-    assert command.run(action="start", file=path)["file"] == path
-    with pytest.raises(ValueError, match="already"):
-        command.run(action="start", file=path)
-    serve(manager, 3)
-    assert command.run()["num_records"] == 9
-    stopped = command.run(action="stop")
-    assert stopped["num_records"] == 10
-    json.dumps(stopped)
-    assert command.run() == {"file": None}
-    assert replay_recording(Recording(path)).num_calls == 9
-
-
 def test_recording_during_shutdown_is_stopped(tmp_path, monkeypatch):
     manager = CPUOffloadingManager(16, 20)
     manager.telemetry = Telemetry(manager)
     command = RecordCommand(manager.telemetry)
+    with pytest.raises(ValueError, match="a recording needs a file"):
+        command.run(action="start")
     begun, may_begin = threading.Event(), threading.Event()
 
     class SlowRecorder(Recorder):
@@ -141,9 +123,7 @@ def test_command_reads_recording_as_trace(run, recorded):
     assert (status, json.loads(out)["source"]["format"]) == (0, "recording")
 
 
-def test_command_refuses_what_is_no_recording(run, tmp_path, recorded):
-    (tmp_path / "trace.jsonl").write_text("{}")
-    assert run("rerun", tmp_path / "trace.jsonl")[0] == 2
+def test_command_refuses_what_is_no_recording(run, recorded):
     status, _, err = run("replay", recorded)
     assert (status, "kvcache rerun makes its calls again" in err) == (2, True)
     recorded.write_bytes(recorded.read_bytes()[:20])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from recorder_harness import key, replayed, serve
+from waiting import wait_until
 
 from kvcache import CPUOffloadingManager
 from kvcache.lab.rerun.recorded import replay_recording
@@ -114,10 +115,7 @@ def test_foreign_file_ends_recording_at_rotation(manager, path):
     older = Path(f"{path}.1")
     with Recorder(manager, path, max_bytes=1 << 16) as recorder:
         older.write_text("not a recording")
-        end_s = time.monotonic() + 60
-        while not recorder.stats().error:
-            serve(manager, 50)
-            assert time.monotonic() < end_s
+        wait_until(lambda: serve(manager, 50) or recorder.stats().error)
     assert f"{older} is no recording" in recorder.stats().error
     assert older.read_text() == "not a recording"
 

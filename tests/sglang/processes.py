@@ -48,14 +48,6 @@ def running(work, *arguments):
         process.join()
 
 
-def write(open_engine, pipe, extra, first):
-    """Store prompts until the process is killed; report each that was stored."""
-    engine = open_engine({"kv": mha()}, extra)
-    for number in range(first, 1 << 30):
-        assert engine.store(prompt(number)) == TOKENS
-        pipe.send(number)
-
-
 def work_as_rank(open_engine, pipe, extra, rank):
     """Store and load prompts as one of two ranks, whose pages differ; report how many tokens were loaded."""
     engine = open_engine({"kv": mha()}, extra, rank=rank, num_ranks=2)

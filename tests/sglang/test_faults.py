@@ -1,7 +1,6 @@
-"""KVCacheStorage with killed processes, disks that fail, hang or are removed, other ranks and other models."""
+"""KVCacheStorage with disks that fail or are removed, and with other ranks."""
 
 import random
-import resource
 import shutil
 import time
 import urllib.request
@@ -14,6 +13,7 @@ from host_pools import mamba, mha, mla
 from processes import TOKENS, load_right, prompt, running
 from servers import find_valkey, free_port, running_valkey
 from test_disk_failures import FAULTS, FailingCalls
+from waiting import wait_until
 
 from kvcache.integrations.sglang import storage
 
@@ -32,31 +32,9 @@ def extra(tmp_path):
     return {"kind": "disk", "path": str(tmp_path / "tier"), "capacity": "16MiB"}
 
 
-def wait_until(is_true):
-    end_s = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 def recover(engine, number):
     """Store and load until both work."""
     wait_until(lambda: (engine.store(prompt(number)), load_right(engine, number)) == (TOKENS, TOKENS))
-
-
-def test_killed_writer_leaves_whole_pages(engine, extra):
-    draw, last = random.Random(1), -1
-    for _ in range(4):
-        with running(processes.write, extra, last + 1) as (process, pipe):
-            target = last + draw.randrange(5, 40)
-            while last < target:
-                last = pipe.recv()
-            process.kill()
-        reader = engine(extra=extra)
-        assert [load_right(reader, number) for number in range(last + 1)] == [TOKENS] * (last + 1)
-        load_right(reader, last + 1)  # whole pages of it, or none
-        assert reader.storage._stores["kv"].stats().tier.corrupt_blocks == 0
-        reader.close()
 
 
 def test_ranks_work_at_once(extra, tmp_path):
@@ -105,38 +83,6 @@ def test_failing_disk_serves_no_wrong_byte(engine, calls, name):
     recover(broken, 20)
 
 
-@pytest.mark.parametrize("operation", ["read", "write"])
-@pytest.mark.parametrize("interface_v1", [0, 1])
-def test_hanging_disk_leaves_pool_alone(engine, calls, operation, interface_v1):
-    hanging = engine(extra={"interface_v1": interface_v1, **QUICK})
-    pool, stats = hanging.pools["kv"], hanging.storage._stores["kv"].stats
-    recover(hanging, 1)
-    calls.set(f"{operation} 1 hang")
-    assert (load_right(hanging, 1) if operation == "read" else hanging.store(prompt(2))) == 0
-    assert stats().stuck_blocks
-    # SGLang uses its pages again while the disk still has the job.
-    pool.kv_buffer.fill_(7)
-    calls.clear()
-    wait_until(lambda: not stats().stuck_blocks)
-    assert (pool.kv_buffer == 7).all()
-    assert load_right(hanging, 2) in (0, TOKENS)
-    for number in (1, 2, 3):
-        recover(hanging, number)
-
-
-def test_file_limit_fails_stores_only(engine):
-    limited = engine(extra={name: QUICK[name] for name in ("pause_s", "flush_interval_s")})
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
-    try:
-        stored = [number for number in range(20) if limited.store(prompt(number)) == TOKENS]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert 0 < len(stored) < 20
-    assert [load_right(limited, number) for number in stored] == [TOKENS] * len(stored)
-    recover(limited, 20)
-
-
 def test_removed_directory_raises_nothing(engine, tmp_path):
     removed = engine(extra=QUICK)
     recover(removed, 1)
@@ -144,19 +90,6 @@ def test_removed_directory_raises_nothing(engine, tmp_path):
     wait_until(lambda: not load_right(removed, 1))
     assert removed.store(prompt(2)) == 0
     assert removed.storage.clear() is False
-
-
-def test_clear_leaves_other_models(engine, tmp_path):
-    def open_models():
-        return [engine(model=name, extra={"path": str(tmp_path / name)}) for name in ("a", "b")]
-
-    models = open_models()
-    assert [model.store(prompt(1)) for model in models] == [TOKENS] * 2
-    assert models[0].storage.clear()
-    assert [load_right(model, 1) for model in models] == [0, TOKENS]
-    for model in models:
-        model.close()
-    assert [load_right(model, 1) for model in open_models()] == [0, TOKENS]
 
 
 def test_replicas_have_folders_and_shares(engine, tmp_path, monkeypatch):

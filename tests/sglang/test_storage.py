@@ -142,23 +142,6 @@ def test_latent_model_needs_a_shared_store(engine):
         engine({"kv": mla()}, rank=0, num_ranks=2)
 
 
-def test_bad_options_are_named(engine):
-    for extra, text in (
-        ({"kind": None}, "needs 'kind'"),
-        ({"kind": "dsik"}, "did you mean"),
-        ({"capacity": "much"}, "capacity"),
-        ({"shares": {"kv": 2}}, "shares"),
-        ({"shares": {"kv": 0.9, "mamba": 0.2}}, "at most 1 in all"),
-        ({"shares": {"kv": 0}}, "must each be above 0"),
-        ({"shares": {"mamba": 0.5}}, "must name the host pools"),
-        ({"write_policy": "write_through", "max_store_blocks": 9}, "omit max_store_blocks, write_policy"),
-        ({"arbiter": False, "num_uses": 2}, "what SGLang's storage backend stores and loads: omit arbiter, num_uses"),
-        ({"endurance": 3}, "omit endurance"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            engine(extra=extra)
-
-
 def test_hybrid_pools_and_hit_policies(engine):
     pools = {"kv": mha(), "mamba": mamba(), "swa": mha(heads=1)}
     hybrid = engine(pools)

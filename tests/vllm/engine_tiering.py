@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -18,12 +17,12 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from waiting import wait_until
 
 from kvcache.integrations.vllm import KVCacheOffloadingSpec, identity
 from kvcache.integrations.vllm.tiered import EngineRegion
 
 PAGE = 4096
-TIMEOUT_S = 60.0
 
 
 def _engine_of_these_tests() -> Any:
@@ -41,15 +40,6 @@ def _engine_of_these_tests() -> Any:
 
 # A real engine's configuration is a local variable of its connector, which is found first.
 identity.get_current_vllm_config_or_none = _engine_of_these_tests
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
-    """Return the first true answer of `condition`."""
-    end_s = time.monotonic() + timeout_s
-    while not (answer := condition()):
-        assert time.monotonic() < end_s, "timed out"
-        time.sleep(0.001)
-    return answer
 
 
 def settle(manager: Any, step: Callable[[], Any] | None = None) -> None:

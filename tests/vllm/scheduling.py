@@ -7,7 +7,7 @@ place, or is read before it was written, shows at once. Time is simulated.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcache.integrations.vllm import KVCacheOffloadingSpec
@@ -39,6 +39,46 @@ from kvcache.integrations.vllm import KVCacheOffloadingSpec
 BLOCK_TOKENS = 16
 GENERATED_TOKEN = 1
 MAMBA = "mamba"
+SLIDING = (None, 4 * BLOCK_TOKENS)
+STATES = (MAMBA, None, MAMBA)
+"""Windows of a model's groups of KV caches: a sliding window of four blocks, or recurrent states."""
+
+
+def tokens(seed: int, num_blocks: int) -> list[int]:
+    """Return random token ids that fill blocks."""
+    return random.Random(seed).choices(range(3, 500), k=num_blocks * BLOCK_TOKENS)
+
+
+def storm(
+    engines: Sequence[Any], num_requests: int, stem_blocks: int, reset_at: int, dice: random.Random
+) -> Iterator[tuple[int, Any]]:
+    """Serve prompts that leave one of three stems at any token, each on one of the engines.
+
+    Requests are aborted, a tenth of the stores fails, and all caches of a device are reset. Request `reset_at` resets
+    its engine's host memory, too. Yields number and engine of each request after a step of all engines.
+    """
+    for engine in engines:
+        complete = engine.manager.complete_store
+        engine.manager.complete_store = lambda keys, context, complete=complete: complete(
+            keys, context, success=dice.random() > 0.1
+        )
+    stems = [tokens(stem, stem_blocks) for stem in range(3)]
+    for number in range(num_requests):
+        engine = dice.choice(engines)
+        prompt = dice.choice(stems)[: dice.randrange(16 * stem_blocks)] + tokens(1000 + number, dice.randrange(1, 4))
+        engine.add(str(number), [*prompt, 2], max_tokens=dice.randrange(1, 30))
+        for each in engines:
+            each.step()
+        if dice.random() < 0.3 and engine.scheduler.requests:
+            aborted = dice.choice(sorted(engine.scheduler.requests))
+            engine.scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
+        if number % 40 == 39:
+            for each in engines:
+                each.drain()
+                assert each.scheduler.reset_prefix_cache(reset_connector=number == reset_at and each is engine)
+        yield number, engine
+    for each in engines:
+        each.drain()
 
 
 def write_config(folder: Path) -> Path:

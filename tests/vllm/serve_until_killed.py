@@ -11,10 +11,7 @@ import random
 import subprocess
 import sys
 import threading
-import traceback
 from typing import Any
-
-NUM_BLOCKS, NUM_SLOTS = 200, 64
 
 
 def serve(settings: dict[str, Any], num_answers: int, wait_s: float) -> list[dict[str, Any]]:
@@ -63,33 +60,6 @@ def main() -> None:
             print("ANSWER" + json.dumps(answer), flush=True)
         # The next prompts must load from host memory or the disk.
         llm.reset_prefix_cache()
-
-
-def store_until_killed(path, seed, pipe):
-    """Load every block that the tier holds, and check its bytes; then store and load random ones until killed.
-
-    Send the number of blocks, or the traceback of an error.
-    """
-    try:
-        serve_blocks(path, seed, pipe)
-    except BaseException:
-        pipe.send(traceback.format_exc())
-        raise
-
-
-def serve_blocks(path, seed, pipe):
-    from engine_tiering import PAGE, EngineTiering, key, tier_config
-
-    from kvcache.tiers.disk.header import capacity_for
-
-    engine = EngineTiering([tier_config("disk", path=path, capacity=capacity_for(NUM_SLOTS, PAGE))], num_chunks=32)
-    pipe.send(sum(engine.load([key(number)]) for number in range(NUM_BLOCKS)))
-    pipe.send(engine.spec.config.engine_id)
-    dice = random.Random(seed)
-    while True:
-        blocks = [key(number) for number in dice.sample(range(NUM_BLOCKS), 8)]
-        if not engine.load(blocks):
-            engine.store(blocks)
 
 
 if __name__ == "__main__":

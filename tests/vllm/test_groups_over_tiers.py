@@ -6,13 +6,10 @@ The tier and the worker copy by block id: every block that a request reads is ch
 import random
 
 import pytest
-from scheduling import BLOCK_TOKENS, MAMBA
-from vllm.v1.request import RequestStatus
+from scheduling import BLOCK_TOKENS, MAMBA, SLIDING, STATES, storm, tokens
 
 from kvcache.tiers.memory import MemoryTier
 
-SLIDING = (None, 4 * BLOCK_TOKENS)
-STATES = (MAMBA, None, MAMBA)
 TWO_FULL = (None, 4 * BLOCK_TOKENS, None)
 MODELS = pytest.mark.parametrize("windows", [SLIDING, STATES, TWO_FULL], ids=["sliding", "states", "two full"])
 ENGINE = None
@@ -30,10 +27,6 @@ class ContentTier(MemoryTier):
         for key, block_id in zip(keys, block_ids, strict=True):
             ENGINE._host[block_id] = self.contents[key]
         return super().submit_load(job_id, keys, block_ids)
-
-
-def tokens(seed, num_blocks):
-    return random.Random(seed).choices(range(3, 500), k=num_blocks * BLOCK_TOKENS)
 
 
 @pytest.fixture
@@ -109,23 +102,8 @@ def test_small_memory_of_lru_stores_head(make):
 @pytest.mark.parametrize("windows", [SLIDING, STATES, TWO_FULL, (3 * BLOCK_TOKENS, None, MAMBA)])
 def test_storm_over_tier_keeps_invariants(make, windows):
     engine = make(windows, 50, transfer_steps=3)
-    dice = random.Random(7)
-    complete = engine.manager.complete_store
-    engine.manager.complete_store = lambda keys, context: complete(keys, context, success=dice.random() > 0.1)
-    stems = [tokens(stem, 12) for stem in range(3)]
-    for number in range(120):
-        prompt = dice.choice(stems)[: dice.randrange(200)] + tokens(1000 + number, dice.randrange(1, 4))
-        engine.add(str(number), [*prompt, 2], max_tokens=dice.randrange(1, 30))
-        engine.step()
-        if dice.random() < 0.3 and engine.scheduler.requests:
-            engine.scheduler.finish_requests(
-                dice.choice(sorted(engine.scheduler.requests)), RequestStatus.FINISHED_ABORTED
-            )
-        if number % 40 == 39:
-            engine.drain()
-            assert engine.scheduler.reset_prefix_cache(reset_connector=number == 79)
+    for _ in storm([engine], 120, 12, 79, random.Random(7)):
         engine.policy.check()
-    engine.drain()
     # Until the next step reports its end, a request that waited for a tier holds its blocks.
     engine.step()
     engine.drain()

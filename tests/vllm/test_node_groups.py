@@ -8,17 +8,14 @@ import os
 import random
 import shutil
 import signal
-import time
 
 import cpu_worker_specs  # noqa: F401  (a loaded machine's owner may answer late)
 import pytest
-from scheduling import BLOCK_TOKENS, MAMBA, SimulatedSpec
-from vllm.v1.request import RequestStatus
+from scheduling import BLOCK_TOKENS, MAMBA, SLIDING, STATES, SimulatedSpec, storm, tokens
+from waiting import wait_until
 
 from kvcache.node.protocol import node_folder
 
-SLIDING = (None, 4 * BLOCK_TOKENS)
-STATES = (MAMBA, None, MAMBA)
 MODELS = pytest.mark.parametrize("windows", [SLIDING, STATES], ids=["sliding", "states"])
 pytestmark = pytest.mark.slow
 
@@ -29,10 +26,6 @@ class NodeSpec(SimulatedSpec):
     def get_manager(self):
         self.worker_pool = self.worker_pool if hasattr(self, "worker_pool") else self.open_worker_pool()
         return super().get_manager()
-
-
-def tokens(seed, num_blocks):
-    return random.Random(seed).choices(range(3, 500), k=num_blocks * BLOCK_TOKENS)
 
 
 @pytest.fixture
@@ -59,11 +52,7 @@ def make(make_engine, tmp_path):
 
 
 def figures(engine):
-    end_s = time.monotonic() + 60
-    while (answer := engine.manager._manager.owner_figures()) is None:
-        engine.manager.on_schedule_end()
-        assert time.monotonic() < end_s
-    return answer
+    return wait_until(lambda: engine.manager.on_schedule_end() or engine.manager._manager.owner_figures())
 
 
 def serve(engine, prompt):
@@ -96,40 +85,21 @@ def test_two_engines_hit_as_one(make, windows):
 def test_storm_over_one_pool_keeps_content(make, windows):
     """Requests are aborted, stores fail, an engine resets its cache, and the owner is killed."""
     engines = [make(windows, 60, transfer_steps=3) for _ in range(2)]
-    dice, num_failed = random.Random(7), 0
-    for engine in engines:
-        complete = engine.manager.complete_store
-        engine.manager.complete_store = lambda keys, context, complete=complete: complete(
-            keys, context, success=dice.random() > 0.1
-        )
-    stems = [tokens(stem, 8) for stem in range(3)]
-    for number in range(160):
-        engine = dice.choice(engines)
-        prompt = dice.choice(stems)[: dice.randrange(130)] + tokens(1000 + number, dice.randrange(1, 4))
-        engine.add(str(number), [*prompt, 2], max_tokens=dice.randrange(1, 30))
-        for each in engines:
-            each.step()
-        if dice.random() < 0.3 and engine.scheduler.requests:
-            engine.scheduler.finish_requests(
-                dice.choice(sorted(engine.scheduler.requests)), RequestStatus.FINISHED_ABORTED
-            )
-        if number % 40 == 39:
-            for each in engines:
-                each.drain()
-                assert each.scheduler.reset_prefix_cache(reset_connector=number == 119 and each is engine)
+    for number, engine in storm(engines, 160, 8, 119, random.Random(7)):
         if number == 79:
             os.kill(figures(engine)["pid"], signal.SIGKILL)
     for engine in engines:
-        engine.drain()
         engine.step()
-        num_failed += engine.stats.failed_blocks
+    num_failed = sum(engine.stats.failed_blocks for engine in engines)
+
     # A new owner keeps an engine's reservations until the engine greets it. Then the engine offers refused blocks
     # again, and these stores take some steps.
-    end_s = time.monotonic() + 60
-    while any(figures(engine)[name] for engine in engines for name in ("num_pending", "num_referenced")):
-        assert time.monotonic() < end_s, [figures(engine) for engine in engines]
+    def is_idle():
         for engine in engines:
             engine.step()
+        return not any(figures(engine)[name] for engine in engines for name in ("num_pending", "num_referenced"))
+
+    wait_until(is_idle)
     assert min(num_failed, *(engine.loaded_positions for engine in engines)) > 0
 
 

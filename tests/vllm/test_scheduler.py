@@ -8,18 +8,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from scheduling import BLOCK_TOKENS, CLOCK
-from vllm.v1.request import RequestStatus
+from scheduling import BLOCK_TOKENS, CLOCK, SLIDING, tokens
 
 from kvcache.registry import POLICIES
 from kvcache.tiers.memory import MemoryTier
 
 FULL = (None,)
-HYBRID = (None, 4 * BLOCK_TOKENS)
-
-
-def tokens(seed, num_blocks):
-    return random.Random(seed).choices(range(3, 500), k=num_blocks * BLOCK_TOKENS)
 
 
 def storm(seed, num_requests=60, longest=12):
@@ -37,7 +31,7 @@ def is_idle(engine):
 
 
 @pytest.mark.parametrize("policy", POLICIES.names())
-@pytest.mark.parametrize("windows", [FULL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("windows", [FULL, SLIDING], ids=["full", "hybrid"])
 def test_blocks_under_pressure_are_as_stored(make_engine, policy, windows):
     # The device holds two or three requests, the host a fifth of all blocks.
     engine = make_engine(
@@ -72,34 +66,6 @@ def test_second_request_waits_for_stores(make_engine):
     assert (engine.stats.stored_blocks, engine.stats.loaded_blocks) == (8, 8)
 
 
-def test_aborted_requests_leave_no_references_behind(make_engine):
-    engine = make_engine(64, 60, step_tokens=64, transfer_steps=3, max_model_len=1024)
-    dice = random.Random(5)
-    for number, (_, token_ids) in enumerate(storm(2, 80)):
-        engine.add(str(number), token_ids, max_tokens=8)
-        engine.step()
-        if dice.random() < 0.4 and engine.scheduler.requests:
-            victim = dice.choice(sorted(engine.scheduler.requests))
-            engine.scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
-    engine.drain()
-    assert is_idle(engine)
-    assert engine.loaded_blocks > 0
-
-
-def test_reset_in_middle_loads_nothing_old(make_engine):
-    engine = make_engine(200, 100, step_tokens=64, transfer_steps=3, max_model_len=1024)
-    for number, (_, token_ids) in enumerate(storm(3, 60)):
-        engine.add(str(number), token_ids, max_tokens=4)
-        engine.step()
-        if number % 20 == 19:
-            engine.drain()
-            assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-            engine.forget_host()
-            assert engine.stats.num_free == engine.stats.num_blocks
-    engine.drain()
-    assert is_idle(engine)
-
-
 def test_chunked_requests_lose_tails_first(make_engine):
     # Two long prompts are computed a few blocks a step, in turn, and fill the host together.
     engine = make_engine(400, 48, step_tokens=4 * BLOCK_TOKENS, has_device_cache=False, cache_policy="lru")
@@ -127,16 +93,6 @@ def test_loaded_tokens_are_no_prefill(make_engine):
     assert reports == [((first, 256), 0.1) for first in range(0, 7 * 256, 256)]
     assert engine.loaded_blocks == 64
     assert engine.manager._watch._end_of == {}
-
-
-def test_one_step_prompts_give_its_speed(make_engine):
-    tier = {"type": "memory", "capacity": "64MiB", "arbiter": True}
-    engine = make_engine(400, 200, step_tokens=2048, step_s=1.6, cpu_bytes_to_use=200 * 4096, tiers=[tier])
-    for number in range(6):
-        engine.add(str(number), [*tokens(number, 100), 2])
-        engine.drain()
-        CLOCK.now_s += 100  # no request runs
-    assert engine.manager._tiered.arbiter.prefill.compute_s(0, 1600) == pytest.approx(1.6)
 
 
 class PacedTier(MemoryTier):

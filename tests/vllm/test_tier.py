@@ -1,5 +1,6 @@
 """KVCacheTier under vLLM's own TieringOffloadingManager: contents, bounds, damage, faults, events, restarts."""
 
+import os
 import threading
 import time
 from contextlib import contextmanager
@@ -7,15 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_tiering import PAGE, EngineTiering, key, keys, tier_config, wait_until
+from engine_tiering import PAGE, EngineTiering, key, keys, tier_config
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import TransferJob
+from waiting import wait_until
 
-from kvcache.integrations.vllm import KVCacheTier
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import directory_bytes
 from kvcache.tiers.disk.header import capacity_for
+from kvcache.transfer.shared_file import private_folder
 
 BACKPRESSURE = {
     "backpressure_cls": "EMABackpressureDetector",
@@ -118,6 +120,14 @@ def test_tier_drain_and_reset_keep_blocks(make, entry):
     getattr(engine.manager, "on_reset_flushed", lambda: None)()
     assert not engine.manager._jobs
     assert engine.load(keys(*range(8))) == 8
+
+
+def test_tier_removes_killed_engines_region(make, disk):
+    killed = Path(f"/dev/shm/vllm_offload_killed-{os.getpid()}.mmap")
+    killed.write_bytes(bytes(PAGE))
+    private_folder().joinpath(f"record-{killed.name}").touch(0o600)
+    make(disk())
+    assert not killed.exists()
 
 
 def test_tier_shut_down_twice_ends_once(make, disk):
@@ -481,21 +491,3 @@ def test_tier_metrics_are_labelled_by_place(make, disk, tmp_path):
         info = tier.config_info()
         assert tuple(info) == tier.config_info_keys({})
         assert info["kvcache_capacity_bytes"] == 64 * PAGE
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "disc"}, "did you mean 'disk'"),
-        ({"kind": None}, "a KVCacheTier needs 'kind'"),
-        ({"capasity": 1}, "capasity .did you mean 'capacity'"),
-        ({"locality": "NEAR"}, "locality in a KVCacheTier must be one of LOCAL, REMOTE, got 'NEAR'"),
-        ({"write_policy": "write_back"}, "omit write_policy"),
-        ({"offload_policy": "block"}, "must be one of chunk_level, request_level, got 'block'"),
-    ],
-)
-def test_tier_invalid_options_are_named(make, disk, options, message):
-    with pytest.raises(ValueError, match=message):
-        make({**disk(), **options})
-    with pytest.raises(ValueError, match=message):
-        KVCacheTier.build_metric_definitions({**disk(), **options})

@@ -66,21 +66,6 @@ def test_next_start_takes_named_blocks_only(boot, models, prompts, right, tmp_pa
         assert engine.ask_each(prompts) == (after, [640, 640])
 
 
-def test_next_version_lasts_for_one_reset(boot, models, prompts, right, tmp_path, valkey_url):
-    before, after = right
-    config = {**OURS, "tiers": [entry("valkey", tmp_path, valkey_url)], "exporters": ["status"]}
-    with boot(models["llama"], config) as engine:
-        path = engine.manager._manager.telemetry.exporters[0].address
-        ask(path, "next_version", version="step-1")
-        engine.llm.apply_model(scale)
-        for _ in range(2):
-            engine.drop_device_cache(host_too=True)
-        assert engine.ask_each(prompts) == (after, [0, 0])
-    # The second reset had no name.
-    with boot(models["llama"], {**config, "weights_version": "step-1"}) as engine:
-        assert engine.ask_each(prompts) == (before, [0, 0])
-
-
 @pytest.mark.parametrize("forgets", [False, True])
 def test_engines_own_tier_forgets_on_request(boot, models, prompts, right, tmp_path, forgets):
     """vLLM leaves its tiers as they are; then a restart finds blocks of the checkpoint, and none of the new weights."""
