@@ -301,14 +301,17 @@ class CPUOffloadingSpec(OffloadingSpec):
     def _make_handlers(self, kv_caches: CanonicalKVCaches) -> list[HandlerOf]:
         # Imported here because a scheduler does not need torch.
         from kvcache.transfer.factory import cpu_gpu_handlers
-        from kvcache.transfer.geometry import host_block_bytes
+
+        self.pool = self._make_pool(kv_caches)
+        store, load = cpu_gpu_handlers(kv_caches, self.pool, self.block_size_factor, self.settings.num_copy_threads)
+        return [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
+
+    def _make_pool(self, kv_caches: CanonicalKVCaches) -> HostPool:
+        from kvcache.transfer.geometry import device_of, host_block_bytes
         from kvcache.transfer.host_pool import HostPool
 
         block_bytes = max(1, host_block_bytes(kv_caches, self.block_size_factor))
-        device = kv_caches.tensors[0].tensor.device if kv_caches.tensors else None
-        self.pool = HostPool(self.num_blocks, block_bytes, device=device)
-        store, load = cpu_gpu_handlers(kv_caches, self.pool, self.block_size_factor, self.settings.num_copy_threads)
-        return [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
+        return HostPool(self.num_blocks, block_bytes, device=device_of(kv_caches))
 
     def _check_groups(self, kv_caches: CanonicalKVCaches) -> None:
         groups = self.config.groups
@@ -377,15 +380,12 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             fingerprint=self.fingerprint,
         )
 
-    def _make_handlers(self, kv_caches: CanonicalKVCaches) -> list[HandlerOf]:
-        from kvcache.transfer.shared_pool import shared_pool_handlers
+    def _make_pool(self, kv_caches: CanonicalKVCaches) -> HostPool:
+        from kvcache.transfer.shared_pool import SharedHostPool
 
         config = self.config
         shared = SharedBlocks(self._pool_path, self.num_blocks, self._part_bytes * config.world_size, is_owner=False)
-        self.pool, store, load = shared_pool_handlers(
-            kv_caches, shared, config.rank, self._part_bytes, self.block_size_factor, self.settings.num_copy_threads
-        )
-        return [(GPULoadStoreSpec, CPULoadStoreSpec, store), (CPULoadStoreSpec, GPULoadStoreSpec, load)]
+        return SharedHostPool(kv_caches, shared, config.rank, self._part_bytes, self.block_size_factor)
 
     def _identity(self) -> str:
         text = json.dumps([self.fingerprint, self.extra_config["tiers"], self.num_blocks], sort_keys=True, default=repr)

@@ -454,7 +454,11 @@ def _check_observers(settings: OffloadSettings) -> Iterator[Finding]:
     if settings.record:
         yield from _check_record(settings.record, settings.record_max_bytes)
     yield from map(_check_exporter, settings.exporters)
-    yield from _check_same_exporters(settings)
+    # Each alone can be opened.
+    for exporter, count in Counter((exporter.cls, str(exporter.options)) for exporter in settings.exporters).items():
+        if count > 1:
+            name = EXPORTERS.path_of(exporter[0])
+            yield Finding("warning", f"exporter {name}", f"{name} is configured {count} times with equal options")
 
 
 def _check_record(path: str, max_bytes: int) -> Iterator[Finding]:
@@ -466,14 +470,6 @@ def _check_record(path: str, max_bytes: int) -> Iterator[Finding]:
     target = Path(path.replace("{pid}", str(os.getpid())))
     used_bytes = sum(file.stat().st_size for file in (target, older_file(target)) if file.is_file())
     yield _room("recording", target.parent, max(0, max_bytes - used_bytes))
-
-
-def _check_same_exporters(settings: OffloadSettings) -> Iterator[Finding]:
-    """Name exporters that would open one address: each alone can be opened."""
-    for exporter, count in Counter((exporter.cls, str(exporter.options)) for exporter in settings.exporters).items():
-        if count > 1:
-            name = EXPORTERS.path_of(exporter[0])
-            yield Finding("warning", f"exporter {name}", f"{name} is configured {count} times with equal options")
 
 
 def _check_exporter(exporter: Component) -> Finding:

@@ -39,6 +39,11 @@ class Frame:
             value for (series, has), value in self.values.items() if series == name and needed <= dict(has).items()
         )
 
+    def share(self, name: str) -> float | None:
+        """Return a counter per needed block, or None before the first one."""
+        needed = self.get("needed_blocks")
+        return self.get(name) / needed if needed else None
+
     def components(self, name: str) -> list[dict[str, str]]:
         """Return the labels of each component that reports this."""
         return [dict(labels) for series, labels in self.values if series == name]

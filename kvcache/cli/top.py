@@ -125,7 +125,7 @@ def view(address: str, history: History, what_if: WhatIf | None, fault: str = ""
         lines.append(_line(f"not answering: {fault}", "bold red"))
     lines += [_hits(history), Text(), *_pool(history), Text(), _worst_calls(frame)]
     if what_if is not None:
-        lines += [Text(), _line(_WHAT_IF_HEAD, ""), _what_if(what_if, _loaded_share(frame))]
+        lines += [Text(), _line(_WHAT_IF_HEAD, ""), _what_if(what_if, frame.share("loaded_blocks"))]
     return Group(*lines)
 
 
@@ -148,8 +148,7 @@ def _hits(history: History) -> Table:
     table = _table("share of needed blocks", "1 min", "5 min", "15 min", "since start", "now")
     for title, name in (("loaded", "loaded_blocks"), ("  of these from tiers", "promoted_loaded_blocks")):
         shares = [history.ratio(name, "needed_blocks", window_s) for window_s in WINDOWS_S]
-        needed = history.frames[-1].get("needed_blocks")
-        shares.append(history.frames[-1].get(name) / needed if needed else None)
+        shares.append(history.frames[-1].share(name))
         table.add_row(title, *map(_percent, shares), f"{history.rate(name):,.0f} blocks/s")
     for title, name, unit in (
         ("stored", "stored_blocks", "blocks/s"),
@@ -255,11 +254,6 @@ def _what_if(what_if: WhatIf, loaded_share: float | None) -> Table:
         cells = [_percent(loaded_share) if now else "-" for now in is_now]
         table.add_row(_foreign(f"{what_if.policy}* (loaded)"), *cells)
     return table
-
-
-def _loaded_share(frame: Frame) -> float | None:
-    needed = frame.get("needed_blocks")
-    return frame.get("loaded_blocks") / needed if needed else None
 
 
 def _foreign(text: str) -> str:

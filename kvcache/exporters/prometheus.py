@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from kvcache.control.telemetry import Exporter
 from kvcache.exporters.local_server import LocalServer
 from kvcache.metrics import HistogramData, Sample
-from kvcache.options import Options, check_int, option, parse_count, parse_text
+from kvcache.options import Options, check_int, count_from, option, parse_text
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -35,17 +35,13 @@ _FAMILIES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _parse_port(name: str, value: object) -> int:
-    return check_int(name, parse_count(name, value, 0), 0, _MAX_PORT)
-
-
 @dataclass(frozen=True)
 class PrometheusOptions(Options):
     """The options of a `PrometheusExporter`."""
 
     where: ClassVar[str] = "exporter 'prometheus'"
 
-    port: int = option(_parse_port, DEFAULT_PORT, when="the port is in use; 0: any free port")
+    port: int = option(count_from(0, _MAX_PORT), DEFAULT_PORT, when="the port is in use; 0: any free port")
     host: str = option(parse_text, "127.0.0.1", when="Prometheus runs on another machine; there is no authentication")
 
 

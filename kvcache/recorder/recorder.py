@@ -167,7 +167,8 @@ class Recorder:
         if queue.lock.acquire(timeout=_QUIET_S):
             try:
                 if not queue.is_inside:
-                    queue.put_note(Op.STATS, _stats_of(manager))
+                    counters = {name: count for name, count in asdict(manager.stats()).items() if type(count) is int}
+                    queue.put_note(Op.STATS, counters)
                 queue.close()
             finally:
                 queue.lock.release()
@@ -215,10 +216,6 @@ def _salt_bytes(salt: str | bytes | None) -> bytes:
 def _is_new(manager: Any) -> bool:
     stats = manager.stats()
     return all(getattr(stats, name) == 0 for name in ("lookups", "needed_blocks"))
-
-
-def _stats_of(manager: Any) -> dict[str, int]:
-    return {name: value for name, value in asdict(manager.stats()).items() if type(value) is int}
 
 
 def _end(queue: CallQueue, thread: Background) -> None:

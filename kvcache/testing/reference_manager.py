@@ -182,7 +182,8 @@ class ReferenceManager(OffloadingManager):
         for key, _ in victims:
             self._free(key)
         for key in to_store:
-            block = BlockStatus(self._next_id())
+            slot = next(self.unused_slots, None)
+            block = BlockStatus(self.freed.pop() if slot is None else slot)
             self.blocks[key] = block
             self.in_use.add(key)
             self.policy.insert(key, block)
@@ -355,10 +356,6 @@ class ReferenceManager(OffloadingManager):
 
     def _num_free(self) -> int:
         return self.num_blocks - len(self.blocks)
-
-    def _next_id(self) -> int:
-        slot = next(self.unused_slots, None)
-        return self.freed.pop() if slot is None else slot
 
     def _spec(self, keys: Iterable[bytes]) -> CPULoadStoreSpec:
         return CPULoadStoreSpec([self.blocks[key].block_id for key in keys])

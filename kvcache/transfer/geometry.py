@@ -22,6 +22,11 @@ def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -
     return max(sizes, default=0) * block_size_factor
 
 
+def device_of(kv_caches: CanonicalKVCaches) -> torch.device | None:
+    """Return the device of an engine's tensors, or None if there is no tensor."""
+    return kv_caches.tensors[0].tensor.device if kv_caches.tensors else None
+
+
 class KVGeometry:
     """The layout of a block, in the engine's tensors and in the pool.
 

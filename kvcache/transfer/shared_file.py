@@ -93,7 +93,9 @@ class SharedBlocks:
         self._is_owner = is_owner
         self._owner_fd = -1
         _check_folder(path.parent)
-        _remove_orphans(path)
+        for other in path.parent.glob(f"{PREFIX}*"):
+            if other != path:
+                remove_unmapped(other)
         if not path.exists():
             check_memory(num_bytes, path.parent)
         self._fd = _open_and_hold(path)
@@ -336,12 +338,6 @@ def _is_at(path: Path, inode: os.stat_result) -> bool:
 def _remove_own(path: Path, inode: os.stat_result, owner_pid: int) -> None:
     if os.getpid() == owner_pid and _is_at(path, inode):
         path.unlink(missing_ok=True)
-
-
-def _remove_orphans(path: Path) -> None:
-    for other in path.parent.glob(f"{PREFIX}*"):
-        if other != path:
-            remove_unmapped(other)
 
 
 def remove_unmapped(path: Path) -> None:

@@ -15,9 +15,10 @@ import torch
 from geometries import layered, spec_of
 
 from kvcache.transfer import numa, pinning
+from kvcache.transfer.factory import cpu_gpu_handlers
 from kvcache.transfer.host_pool import HostPool
 from kvcache.transfer.shared_file import SharedBlocks
-from kvcache.transfer.shared_pool import shared_pool_handlers
+from kvcache.transfer.shared_pool import SharedHostPool
 
 
 def test_blocks_lie_side_by_side():
@@ -125,9 +126,10 @@ def test_ranks_map_their_parts(locked, tmp_path, monkeypatch):
     monkeypatch.setattr(pinning, "accelerator", lambda: torch.device("cuda", 3))
     kv_caches, shared = layered(8, 64, 2), SharedBlocks(tmp_path / "pool", 4, 300, is_owner=True)
     with pytest.raises(ValueError, match="a block of rank 0 has 128 bytes, the engine's config says 127"):
-        shared_pool_handlers(kv_caches, shared, 0, 127)
+        SharedHostPool(kv_caches, shared, 0, 127)
     for rank in range(2):
-        pool, store, _ = shared_pool_handlers(kv_caches, shared, rank, 150)
+        pool = SharedHostPool(kv_caches, shared, rank, 150)
+        store, _ = cpu_gpu_handlers(kv_caches, pool)
         # The tensors are the host's, although there is an accelerator.
         assert (pool.device, pool.pinned_bytes) == (None, 0)
         store.transfer_async(1, spec_of([rank + 1], [2]))

@@ -44,9 +44,7 @@ class KVEventOptions(Options):
     )
     hash_format: str = option(choice_of(*HASH_FORMATS), "int", when="routers read whole hashes")
     encoding: str = option(choice_of(*ENCODINGS), "map", when="routers read the events of vLLM before 0.24 only")
-    buffer_batches: int = option(
-        parse_count, 10_000, when="routers may miss more batches, or start later", rare=True
-    )
+    buffer_batches: int = option(parse_count, 10_000, when="routers may miss more batches, or start later", rare=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,20 +91,20 @@ class OwnCopies(Copies):
 
     def make_worker(self, kv_caches: Any) -> Any:
         settings, rank = self._spec.settings, self._spec.config.parallel.rank
+        shared: SharedBlocks | None = None
+        if self._spec.node_pool:
+            shared = self._spec.open_worker_pool()
+        elif settings.tiers:
+            shared = self._shared_pool(is_owner=False)
         return KVCacheOffloadingWorker(
             kv_caches,
             self.num_blocks,
             self._spec.blocks_per_chunk,
             settings.num_copy_threads,
-            self._worker_pool(),
+            shared,
             rank,
             self._rank_block_bytes,
         )
-
-    def _worker_pool(self) -> SharedBlocks | None:
-        if self._spec.node_pool:
-            return self._spec.open_worker_pool()  # type: ignore[no-any-return]
-        return self._shared_pool(is_owner=False) if self._spec.settings.tiers else None
 
     def open_host_blocks(self, vllm_config: Any) -> tuple[Any, dict[str, Any]]:
         check_readable(vllm_config, self._spec.settings.tiers)

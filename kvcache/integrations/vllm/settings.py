@@ -305,9 +305,7 @@ def _check_node(settings: OffloadSettings, extra_config: Mapping[str, Any]) -> N
             )
 
 
-def node_options(
-    extra_config: Mapping[str, Any], settings: OffloadSettings, model: str = "{model}"
-) -> dict[str, Any]:
+def node_options(extra_config: Mapping[str, Any], settings: OffloadSettings, model: str = "{model}") -> dict[str, Any]:
     """Return the options of a node's owner, as JSON types: all engines of the node must have the same options.
 
     ``{model}`` in the paths of tiers and of a recording is replaced by `model`. Windows are not among the options: a

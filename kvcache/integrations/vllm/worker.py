@@ -14,10 +14,10 @@ from vllm.v1.kv_offload.base import OffloadingWorker
 
 from kvcache.specs import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
 from kvcache.transfer.factory import cpu_gpu_handlers, load_handler
-from kvcache.transfer.geometry import host_block_bytes
+from kvcache.transfer.geometry import device_of, host_block_bytes
 from kvcache.transfer.host_pool import HostPool
 from kvcache.transfer.shared_file import SharedBlocks
-from kvcache.transfer.shared_pool import shared_pool_handlers
+from kvcache.transfer.shared_pool import SharedHostPool
 from kvcache.transfer.worker import OffloadingWorker as TransferWorker
 
 # vLLM's log configuration covers loggers below its own name only.
@@ -48,13 +48,11 @@ class KVCacheOffloadingWorker(OffloadingWorker):
         self._shared = shared
         self._pool: HostPool
         if shared is None:
-            device = kv_caches.tensors[0].tensor.device if kv_caches.tensors else None
-            self._pool = HostPool(num_blocks, host_block_bytes(kv_caches, blocks_per_chunk), device=device)
-            store, load = cpu_gpu_handlers(kv_caches, self._pool, blocks_per_chunk, num_copy_threads)
+            block_bytes = host_block_bytes(kv_caches, blocks_per_chunk)
+            self._pool = HostPool(num_blocks, block_bytes, device=device_of(kv_caches))
         else:
-            self._pool, store, load = shared_pool_handlers(
-                kv_caches, shared, rank, rank_bytes, blocks_per_chunk, num_copy_threads
-            )
+            self._pool = SharedHostPool(kv_caches, shared, rank, rank_bytes, blocks_per_chunk)
+        store, load = cpu_gpu_handlers(kv_caches, self._pool, blocks_per_chunk, num_copy_threads)
         self.transfers = TransferWorker()
         self.transfers.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, store)
         self.transfers.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, load)
@@ -71,9 +69,7 @@ class KVCacheOffloadingWorker(OffloadingWorker):
         transfers = self._expedited if expedited and self._expedited is not None else self.transfers
         return self._submit(transfers, job_id, src_spec, device_spec(dst_spec))
 
-    def _submit(
-        self, transfers: TransferWorker, job_id: int, src_spec: LoadStoreSpec, dst_spec: LoadStoreSpec
-    ) -> bool:
+    def _submit(self, transfers: TransferWorker, job_id: int, src_spec: LoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         try:
             if transfers.transfer_async(job_id, (src_spec, dst_spec)):
                 return True
