@@ -19,6 +19,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +99,7 @@ class SharedBlocks:
                 remove_unmapped(other)
         if not path.exists():
             check_memory(num_bytes, path.parent)
-        self._fd = _open_and_hold(path)
+        self._fd = _open_and_hold(path, lambda fd: _lock_whole(fd, fcntl.F_RDLCK))
         try:
             # A second open file: locks belong to open files, and a forked child keeps the mapped one.
             self._owner_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -168,13 +169,8 @@ class FileRecord:
 
     def __init__(self, path: Path) -> None:
         record = private_folder(path.parent) / f"{_RECORD_PREFIX}{path.name}"
-        while True:
-            fd = _open(record)
-            # A process that looks for leftover files holds the other lock for a moment, and may remove the record.
-            _try_for(_OWNER_TIMEOUT_S, lambda held=fd: _flock(held, fcntl.LOCK_SH))  # type: ignore[misc]
-            if _is_at(record, os.fstat(fd)):
-                break
-            os.close(fd)
+        # A process that looks for leftover files holds the other lock for a moment, and may remove the record.
+        fd = _open_and_hold(record, lambda fd: _flock(fd, fcntl.LOCK_SH))
         self.close = weakref.finalize(self, _close_record, path, record, fd, os.getpid())
         """End the use. The record goes with its last user if the file is gone, and otherwise with the file."""
 
@@ -267,12 +263,12 @@ def _back_with_huge_pages(memory: memoryview) -> None:
             return
 
 
-def _open_and_hold(path: Path) -> int:
-    """Open or create a file and lock it; the lock lasts as long as the descriptor, or a mapping made from it."""
+def _open_and_hold(path: Path, lock: Callable[[int], bool]) -> int:
+    """Open or create a file and `lock` it; the lock lasts as long as the descriptor, or a mapping made from it."""
     while True:
         fd = _open(path)
         try:
-            if not _try_for(_LOCK_TIMEOUT_S, lambda held=fd: _lock_whole(held, fcntl.F_RDLCK)):  # type: ignore[misc]
+            if not _try_for(_LOCK_TIMEOUT_S, partial(lock, fd)):
                 raise ValueError(f"shared pool {path} is locked by another process")
             if _is_at(path, os.fstat(fd)):
                 return fd

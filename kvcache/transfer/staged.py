@@ -141,9 +141,9 @@ class StagedCopyHandler(OffloadingHandler):
                     self._stream.wait_for_compute()
                     # Tensors made in inference mode can be written in that mode only.
                     with self._stream.queueing(), torch.inference_mode():
-                        job.start = self._stream.record_event(timing=True)
+                        job.start = self._stream.record_event()
                         self._queue(device, host)
-                    job.end = self._stream.record_event(timing=True)
+                    job.end = self._stream.record_event()
             except Exception:
                 _log.exception("transfer %s failed while it was queued", job_id)
                 job.failed = True
@@ -209,7 +209,7 @@ class StagedCopyHandler(OffloadingHandler):
     def _end_of(self, job: _Job) -> torch.Event:
         if job.end is None:
             # The submission failed half-way; its queued copies still run.
-            job.end = self._stream.record_event(timing=True)
+            job.end = self._stream.record_event()
         return job.end
 
     def _is_lost(self, error: Exception) -> bool:

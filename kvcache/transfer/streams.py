@@ -35,9 +35,9 @@ class DeviceStream:
         """Return a context in which torch queues its work on this stream; one thread at a time may enter it."""
         return self._stream
 
-    def record_event(self, timing: bool = False) -> torch.Event:
-        """Record an event behind all work queued so far; only events with `timing` can be subtracted."""
-        event = torch.Event(device=self.device, enable_timing=timing)
+    def record_event(self) -> torch.Event:
+        """Record an event behind all work queued so far; events can be subtracted."""
+        event = torch.Event(device=self.device, enable_timing=True)
         event.record(self._stream)
         return event
 
