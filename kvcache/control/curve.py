@@ -83,11 +83,11 @@ class WhatIf:
     uses: int
     requests: int
     notes: tuple[str, ...]
-    _lru: _Curve = field(repr=False, compare=False)
+    _sample: _Sample = field(repr=False, compare=False)
 
     def hits_at(self, capacity: int) -> float:
         """Return lru's hit ratio at any `capacity`, in blocks. ValueError: `capacity` is not an int >= 1."""
-        return self._lru.at(check_int("capacity", capacity))
+        return self._sample.hits_at(check_int("capacity", capacity))
 
     def gain(self, capacity: int) -> float:
         """Return the relative change of lru's hits at `capacity`, compared to now; 0.091 means 9.1 % more."""
@@ -126,21 +126,8 @@ class WhatIf:
         return "\n".join([*lines, *self.notes])
 
 
-@dataclass(frozen=True, slots=True)
-class _Curve:
-    """lru at every capacity: the sorted run distances of the counted uses."""
-
-    distances: Int64Array
-    sample: _Sample
-
-    def at(self, capacity: int) -> float:
-        # A distance of num_sampled means "never used before": a miss at any capacity.
-        limit = min(capacity * self.sample.rate, self.sample.num_sampled)
-        return self.sample.ratio(int(np.searchsorted(self.distances, limit, side="left")))
-
-
 class _Sample:
-    """A log of sampled uses, request by request: per use the key's hash, and the request's number.
+    """A log of sampled uses, request by request: per use the key's hash, and the request's number; lru's hits on it.
 
     `rate` is the share of the keys that are sampled, and `uses` counts those of all keys. If earlier uses were dropped
     (`is_window`), the first quarter warms up the cache and is not counted.
@@ -153,27 +140,26 @@ class _Sample:
         self.hashes = hashes
         self.numbers = numbers
         self.num_sampled = n = len(hashes)
-        keys, ids = np.unique(hashes, return_inverse=True)
-        self.num_keys = len(keys)
-        self.ids: Int64Array = ids.astype(np.int64)
-        self.starts: Int64Array = np.flatnonzero(np.diff(numbers, prepend=-1)).astype(np.int64)
-        begin = int(np.searchsorted(self.starts, n // 4)) if is_window and n else 0
-        self.num_counted = n - int(self.starts[begin]) if begin else n
+        _, ids = np.unique(hashes, return_inverse=True)
+        starts: Int64Array = np.flatnonzero(np.diff(numbers, prepend=-1)).astype(np.int64)
+        begin = int(np.searchsorted(starts, n // 4)) if is_window and n else 0
+        self.num_counted = n - int(starts[begin]) if begin else n
         self.expected = uses * rate * (self.num_counted / n if n else 0.0)
+        # The run distances of the counted uses, ascending.
+        self.distances = np.sort(run_distances(ids.astype(np.int64), starts)[n - self.num_counted :])
 
-    def ratio(self, num_hits: int) -> float:
-        """Return the share of all uses that this number of sampled hits represents.
+    def hits_at(self, capacity: int) -> float:
+        """Return the share of all uses that lru hits at a capacity.
 
         A difference between the expected and the actual number of sampled uses stems from a few hot keys that are, or
         are not, in the sample. Their uses would have been hits (SHARDS_adj of the paper).
         """
         if self.expected == 0:
             return 0.0
+        # A distance of num_sampled means "never used before": a miss at any capacity.
+        limit = min(capacity * self.rate, self.num_sampled)
+        num_hits = int(np.searchsorted(self.distances, limit, side="left"))
         return min(max((num_hits + self.expected - self.num_counted) / self.expected, 0.0), 1.0)
-
-    def lru(self) -> _Curve:
-        distances = run_distances(self.ids, self.starts)
-        return _Curve(np.sort(distances[self.num_sampled - self.num_counted :]), self)
 
     def part(self, index: int, uses: int, is_window: bool) -> _Sample:
         """Return one part of the sample, as divided by the next bits of the hashes."""
@@ -190,7 +176,6 @@ def estimate(sampler: Sampler | None, pool: BlockPool, capacities: Iterable[int]
     at = _checked_capacities(pool.num_blocks, capacities)
     hashes, numbers, uses, num_requests = sampler.snapshot()
     sample = _Sample(hashes, numbers, 0.5**sampler.num_halvings, uses, sampler.is_window)
-    lru = sample.lru()
     notes = []
     if not uses:
         notes.append("no request has finished yet")
@@ -203,14 +188,14 @@ def estimate(sampler: Sampler | None, pool: BlockPool, capacities: Iterable[int]
         policy=POLICIES.name_of(type(pool.policy)),
         loaded_ratio=pool.loaded_blocks / max(1, pool.needed_blocks),
         capacities=at,
-        hit_ratios={"lru": tuple(lru.at(capacity) for capacity in at)},
+        hit_ratios={"lru": tuple(map(sample.hits_at, at))},
         standard_errors=_standard_errors(sample, uses, sampler.is_window, at),
         sample_rate=sample.rate,
         sampled_uses=sample.num_sampled,
         uses=uses,
         requests=num_requests,
         notes=tuple(notes),
-        _lru=lru,
+        _sample=sample,
     )
 
 
@@ -231,8 +216,8 @@ def _standard_errors(sample: _Sample, uses: int, is_window: bool, capacities: tu
     """Return the standard error of the curve from sampling, from the differences between the curves of its parts."""
     if sample.rate == 1 or not uses:
         return (0.0,) * len(capacities)
-    parts = [sample.part(index, uses, is_window).lru() for index in range(_NUM_PARTS)]
-    curves = np.array([[part.at(capacity) for capacity in capacities] for part in parts])
+    parts = [sample.part(index, uses, is_window) for index in range(_NUM_PARTS)]
+    curves = np.array([[part.hits_at(capacity) for capacity in capacities] for part in parts])
     # The sample is drawn without replacement, and the other keys are at least as many.
     errors = curves.std(axis=0, ddof=1) * math.sqrt((1 - sample.rate) / _NUM_PARTS)
     return tuple(errors.tolist())

@@ -72,10 +72,6 @@ class GenericBlockCache:
     def num_free(self) -> int:
         return int(self._backend.get_num_free_blocks())
 
-    @property
-    def _num_evictable(self) -> int:
-        return len(self._resident) - self.num_referenced - self.num_pending
-
     def open_request(
         self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None, num_keys: int = 0
     ) -> RequestUses:
@@ -238,7 +234,8 @@ class GenericBlockCache:
         num_free = min(self.num_free, self._capacity - len(self._resident))
         if not self._policy.declines:
             protected = sum(block is not None and block.ref_cnt == 0 for block in blocks.values())
-            if len(new) > num_free + max(0, self._num_evictable - protected):
+            num_evictable = len(self._resident) - self.num_referenced - self.num_pending
+            if len(new) > num_free + max(0, num_evictable - protected):
                 return None
         self._count(keys, request_keys)
         room = self._make_room(new, num_free, named, request_keys)

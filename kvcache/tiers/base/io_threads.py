@@ -30,10 +30,6 @@ class Task:
         """Do the work."""
 
 
-def _ignore() -> None:
-    """The callback of a caller that polls."""
-
-
 class IOThreads:
     """Runs tasks in daemon threads and returns them when they have ended; `submit` and `get_finished` never wait.
 
@@ -45,7 +41,7 @@ class IOThreads:
         self._waiting: tuple[deque[Task], ...] = (deque(), deque(), deque())
         self._done: deque[Task] = deque()
         self._turns = count(1)
-        self.on_ended: Callable[[], object] = _ignore
+        self.on_ended: Callable[[], object] = lambda: None
         self._threads = [Background(f"{name}-{i}", self._work) for i in range(num_threads)]
 
     def submit(self, task: Task, priority: int) -> None:

@@ -330,9 +330,7 @@ class TierDirectory:
 
     def read_wear(self) -> bytes:
         """Return the last record of `write_wear`, or other bytes."""
-        with suppress(FileNotFoundError), closing_fd(self.open_file(_LOCK, os.O_RDONLY)) as fd:
-            return os.pread(fd, WEAR_BYTES, _WEAR_OFFSET)
-        return b""
+        return self._read_lock(WEAR_BYTES, _WEAR_OFFSET)
 
     def resize(self, header: Header, afresh: bool = False) -> Header:
         """Give all files the lengths of `header`, and write `header`. The next open repeats an interrupted resize."""
@@ -387,7 +385,9 @@ class TierDirectory:
         if header is not None:
             stored.check_same(header, self.path)
         expected = stored if header is None else header
-        is_void = self._void_salt() == stored.salt or not stored.has_weights_of(expected)
+        # An interrupted reset has marked the generation of a salt as void.
+        void_salt = int.from_bytes(self._read_lock(_MARK_BYTES, _MARK_OFFSET), "little")
+        is_void = void_salt == stored.salt or not stored.has_weights_of(expected)
         if is_void and self._read_only:
             return stored.after_reset(expected.fingerprint)
         if self._read_only:
@@ -402,11 +402,10 @@ class TierDirectory:
             self.write_header(target)
         return target
 
-    def _void_salt(self) -> int:
-        """Return the salt of the generation that an interrupted reset made void, or 0."""
+    def _read_lock(self, num_bytes: int, offset: int) -> bytes:
         with suppress(FileNotFoundError), closing_fd(self.open_file(_LOCK, os.O_RDONLY)) as fd:
-            return int.from_bytes(os.pread(fd, _MARK_BYTES, _MARK_OFFSET), "little")
-        return 0
+            return os.pread(fd, num_bytes, offset)
+        return b""
 
     def _check_regular(self, name: str, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode):
