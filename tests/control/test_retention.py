@@ -90,44 +90,6 @@ def test_lowest_priority_leaves_first(clock: ReplayClock) -> None:
         assert drained(manager) == [E, G, D, F, C, H, B, A]
 
 
-@pytest.mark.parametrize("use", [touch, load, store])
-@pytest.mark.parametrize("priority", [-1, 0, 1])
-def test_hint_never_lowers_that_of_others(use: Any, priority: int, manager: CPUOffloadingManager) -> None:
-    store(manager, [A], 2)
-    store(manager, [B], 1)
-    use(manager, [A], priority)
-
-    assert drained(manager) == [B, A]
-
-
-def test_time_counts_from_end_of_request(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
-    context = ReqContext(retention=Retention(1, 10))
-    manager.complete_store(manager.prepare_store([A], context).keys_to_store, context)
-    clock.now_s += 8
-    manager.on_request_finished(context)
-    clock.now_s += 8
-    manager.touch([])
-    assert raised(manager) == 1
-    clock.now_s += 2
-    manager.touch([])
-
-    assert raised(manager) == 0
-
-
-def test_beyond_share_nearest_expiry_falls_first(manager: CPUOffloadingManager) -> None:
-    # Half of eight blocks.
-    for key, ttl_s in ((A, 50), (B, 20), (C, 40), (D, 10)):
-        store(manager, [key], 1, ttl_s)
-    store(manager, [E], 1, 30)
-    assert raised(manager) == 4
-    store(manager, [F], 1)
-    store(manager, [G])
-    store(manager, [H])
-
-    assert raised(manager) == 4
-    assert sorted(drained(manager)[:4]) == [B, D, G, H]
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_call_lowers_256_at_most(policy: str, clock: ReplayClock) -> None:
     manager = CPUOffloadingManager(16, 10_000, policy, clock=clock)

@@ -1,13 +1,12 @@
 """Recorded sessions of agents, merged into the traffic of several users."""
 
-import gzip
 import json
 from itertools import pairwise
 
 import pytest
 
 from kvcache.lab.traces.sessions import SessionTrace
-from kvcache.lab.traces.trace import Trace, TraceError, open_trace
+from kvcache.lab.traces.trace import TraceError
 
 
 def request(t, ids, **more):
@@ -70,22 +69,6 @@ def test_users_overlap_by_the_seed(tmp_path):
     assert runs[0] == runs[1] != runs[2]
     assert len(runs[0]) == 30
     assert all(before[0] <= after[0] for before, after in pairwise(runs[0]))
-
-
-def test_lines_and_packed_files_are_read(tmp_path):
-    lines = [json.dumps(session(name, [request(0.0, [1, 2, 3])])) for name in "ab"]
-    path = tmp_path / "all.jsonl.gz"
-    path.write_bytes(gzip.compress("\n".join(lines).encode()))
-    with open_trace(path, users=2) as trace:
-        assert isinstance(trace, SessionTrace)
-        assert len(list(trace)) == 2
-
-
-def test_requests_are_not_taken_for_sessions(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0]}\n')
-    with open_trace(path) as trace:
-        assert isinstance(trace, Trace)
 
 
 @pytest.mark.parametrize(

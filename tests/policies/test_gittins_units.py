@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,34 +130,12 @@ class Engine:
         return hit, output.keys_to_store
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("trace", "windows", "positions", "hits", "stored"), TABLE)
-def test_replay_reproduces_table_of_units(
-    trace: str, windows: str, positions: int, hits: int, stored: int, shared: Path
-) -> None:
-    engine = Engine(positions * (1 + len(WINDOWS[windows])), [None, *WINDOWS[windows]])
-    num_hits = 0
+def replay(serve: Callable[[list[bytes], int, int], Any], trace: str, shared: Path) -> Iterator[Any]:
+    """Yield what `serve` returns for each request of a trace: its hashes, the tokens of its prompt, and its time."""
     with Trace(shared / "traces" / FILES[trace]) as requests:
         for request in requests:
-            num_full = request.input_length // TOKENS
-            path = [x.to_bytes(8, "big") for x in request.hash_ids.tolist()[:num_full]]
-            num_hits += engine.request(path, request.input_length, round(request.arrival_s * 1000))[0]
-    engine.policy.check()
-
-    assert (num_hits, engine.manager.stats().stored_blocks) == (hits, stored)
-
-
-@pytest.mark.slow
-def test_replay_of_twin_reproduces_table(shared: Path) -> None:
-    twin = ReferenceUnits(2000, [None, 1])
-    num_hits = num_stored = 0
-    with Trace(shared / "traces" / FILES["conversation"]) as requests:
-        for request in requests:
             path = [x.to_bytes(8, "big") for x in request.hash_ids.tolist()[: request.input_length // TOKENS]]
-            num_hits += twin.request(path, request.input_length, round(request.arrival_s * 1000))
-            num_stored += len(twin.stored)
-
-    assert (num_hits, num_stored) == TABLE[0][3:]
+            yield serve(path, request.input_length, round(request.arrival_s * 1000))
 
 
 # Groups without a window, windows, slots; hits in positions, stored keys of the first one and of the windows.
@@ -165,24 +144,33 @@ TABLE_OF_FULL_GROUPS = [
     ("agents", 2, "A", 1000, 424438, 113337),
     ("conversation", 4, "D", 12000, 32696, 147336),
 ]
+REPLAYS = [
+    *((trace, 1, windows, positions * (1 + len(WINDOWS[windows])), *row) for trace, windows, positions, *row in TABLE),
+    *TABLE_OF_FULL_GROUPS,
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trace", "num_full", "windows", "num_slots", "hits", "stored"), TABLE_OF_FULL_GROUPS)
-def test_replay_of_full_groups_reproduces_table(
+@pytest.mark.parametrize(("trace", "num_full", "windows", "num_slots", "hits", "stored"), REPLAYS)
+def test_replay_reproduces_table_of_units(
     trace: str, num_full: int, windows: str, num_slots: int, hits: int, stored: int, shared: Path
 ) -> None:
     engine = Engine(num_slots, [None] * num_full + WINDOWS[windows])
     num_hits = num_stored = 0
-    with Trace(shared / "traces" / FILES[trace]) as requests:
-        for request in requests:
-            path = [x.to_bytes(8, "big") for x in request.hash_ids.tolist()[: request.input_length // TOKENS]]
-            hit, keys = engine.request(path, request.input_length, round(request.arrival_s * 1000))
-            num_hits += hit
-            num_stored += sum(not 0 < key[-1] < num_full for key in keys)
+    for hit, keys in replay(engine.request, trace, shared):
+        num_hits += hit
+        num_stored += sum(not 0 < key[-1] < num_full for key in keys)
     engine.policy.check()
 
     assert (num_hits, num_stored) == (hits, stored)
+
+
+@pytest.mark.slow
+def test_replay_of_twin_reproduces_table(shared: Path) -> None:
+    twin = ReferenceUnits(2000, [None, 1])
+    served = [(hit, len(twin.stored)) for hit in replay(twin.request, "conversation", shared)]
+
+    assert tuple(map(sum, zip(*served, strict=True))) == TABLE[0][3:]
 
 
 class Medium:
@@ -270,11 +258,7 @@ def test_replay_above_tier_reproduces_table(
     trace: str, windows: str, positions: int, times: int, hits: int, written: int, read: int, shared: Path
 ) -> None:
     engine = EngineAboveTier(positions * (1 + len(WINDOWS[windows])), [None, *WINDOWS[windows]], times)
-    num_hits = 0
-    with Trace(shared / "traces" / FILES[trace]) as requests:
-        for request in requests:
-            path = [x.to_bytes(8, "big") for x in request.hash_ids.tolist()[: request.input_length // TOKENS]]
-            num_hits += engine.request(path, request.input_length, round(request.arrival_s * 1000))[0]
+    num_hits = sum(hit for hit, _ in replay(engine.request, trace, shared))
     engine.policy.check()
 
     assert (num_hits, engine.tier.num_written, engine.num_read) == (hits, written, read)
