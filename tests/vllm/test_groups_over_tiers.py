@@ -99,6 +99,16 @@ def test_small_memory_of_lru_stores_head(make):
     assert (engine.stats.rejected_stores, engine.stats.needed_blocks) == (10, 5 * 32 + 5 * 30)
 
 
+def test_small_memory_of_lru_cuts_no_window(make):
+    engine = make(SLIDING, 12, cache_policy="lru", step_tokens=256)
+    # The blocks of a window at the end of ten do not fit; a prompt of eight has room for them.
+    for seed in [*range(5), *range(5)]:
+        assert serve(engine, tokens(seed, 10)) == 0
+    tier = engine.manager._tiered.tier_stats()[0]
+    assert (engine.stats.stored_blocks, tier.written_blocks, tier.promoted_blocks) == (0, 0, 0)
+    assert [serve(engine, tokens(seed, 8)) for seed in [*range(5), *range(5)]] == [0] * 5 + [8] * 5
+
+
 @pytest.mark.parametrize("windows", [SLIDING, STATES, TWO_FULL, (3 * BLOCK_TOKENS, None, MAMBA)])
 def test_storm_over_tier_keeps_invariants(make, windows):
     engine = make(windows, 50, transfer_steps=3)

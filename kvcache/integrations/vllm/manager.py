@@ -186,19 +186,22 @@ class KVCacheOffloadingManager(OffloadingManager):
     def _prepare_head(self, keys: Collection[bytes], ours: EngineRequest) -> PrepareStoreOutput | None:
         """Reserve slots for the head of a batch that host memory cannot hold; None: later, other blocks are in use.
 
-        The head ends where every group of the batch has a block, as a prompt is not resumed elsewhere.
+        The head ends where every group of the batch has a block, as a prompt is not resumed elsewhere. If the groups
+        with windows have blocks at some ends only, it contains all of those before its end.
         """
         by_end: dict[int, list[bytes]] = {}
         for key in keys:
             by_end.setdefault(ours.get_offload_key_position(key) or 0, []).append(key)
         most = max(map(len, by_end.values()))
         head: list[bytes] = []
-        num_whole = 0
-        for end in sorted(by_end):
+        num_whole, is_whole_so_far, ends = 0, True, sorted(by_end)
+        for end, next_end in zip(ends, [*ends[1:], None], strict=True):
             head += by_end[end]
             if len(head) > self._pool.num_blocks:
                 break
-            if len(by_end[end]) == most:
+            is_whole = len(by_end[end]) == most
+            is_whole_so_far &= is_whole
+            if is_whole and (is_whole_so_far or next_end is None or len(by_end[next_end]) < most):
                 num_whole = len(head)
         chosen = set(head[:num_whole])
         return self._manager.prepare_store([key for key in keys if key in chosen], ours)
