@@ -36,15 +36,6 @@ def older_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
 
 
-def is_recording(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file begins with the magic bytes of recordings."""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
 class RotatingFile:
     """Writes frames to the newest file of a recording. A full file replaces the older one.
 

@@ -40,7 +40,5 @@ class Op(IntEnum):
 
 ONE_KEY = frozenset({Op.LOOKUP_ONE, Op.STATUS, Op.IS_COMING})
 """Calls with one key."""
-LISTS = frozenset({Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.COMPLETE_LOAD, Op.PREPARE_STORE, Op.COMPLETE_STORE})
-"""Calls with a list of keys."""
 NO_CONTEXT, BAD_CONTEXT, FIRST_CONTEXT = 0, 1, 2
 """In place of a request's number: none was given, or it is not a ReqContext; requests begin at the third."""

@@ -219,7 +219,7 @@ class ReferenceManager(OffloadingManager):
         return iter(events)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._let_time_pass()
+        self.retained.let_fall(self.falls_per_call)
         request = self.requests.named.pop(req_context, None)
         in_prefix_order = self._in_prefix_order(req_context, request)
         retention = self._retention_of(req_context)
@@ -233,7 +233,7 @@ class ReferenceManager(OffloadingManager):
     def hint(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> None:
         check_next_use(next_use)
         keys = self._hinted_keys(request_or_keys, next_use)
-        self._let_time_pass()
+        self.retained.let_fall(self.falls_per_call)
         if self.policy.reads_clock:
             self._set_time()
         self.policy.hint(keys, next_use)
@@ -294,7 +294,7 @@ class ReferenceManager(OffloadingManager):
         """Advance the clock of a policy that reads it: until a request uses a key, and for calls without a request."""
         if isinstance(keys, Iterable) and not isinstance(keys, bytes | str):
             keys = list(keys)
-            self._let_time_pass()
+            self.retained.let_fall(self.falls_per_call)
             named = None if req_context is None else self.requests.named.get(req_context)
             is_begun = named is not None and len(named.keys) > 0
             if self.policy.reads_clock and not is_begun:
@@ -320,9 +320,6 @@ class ReferenceManager(OffloadingManager):
         for key in reversed(list(dict.fromkeys(keys))):
             self.retained.raise_to(key, retention.priority_class, end)
         self.retained.crowd_out()
-
-    def _let_time_pass(self) -> None:
-        self.retained.let_fall(self.falls_per_call)
 
     def _free(self, key: bytes) -> None:
         self.freed.append(self.blocks.pop(key).block_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -201,10 +202,11 @@ class TraceOptions:
 
 def is_recording(file: Path) -> bool:
     """Return whether a file is a recording of a manager; raise ValueError if it only has a recording's name."""
-    from kvcache.recorder.files import is_recording as has_magic
+    from kvcache.recorder.files import MAGIC
 
-    if has_magic(file):
-        return True
+    with suppress(OSError), file.open("rb") as opened:
+        if opened.read(len(MAGIC)) == MAGIC:
+            return True
     if file.exists() and ".kvlog" in file.suffixes:
         raise ValueError(f"{file} is not a recording of kvcache")
     return False

@@ -15,7 +15,7 @@ from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.lab.traces.recording import Answer, Call, Recording, RecordingError, Result
 from kvcache.metrics import MANAGER_METRICS
 from kvcache.recorder.format import Events, Keys, Raised, Stored, block_ids_of
-from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, LISTS, ONE_KEY, Op
+from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, ONE_KEY, Op
 from kvcache.request import ReqContext, Retention
 from kvcache.specs import PrepareStoreOutput
 from kvcache.tiering.controller import TierConfig
@@ -25,6 +25,8 @@ from kvcache.transfer.free_memory import memory_left
 
 NOTES = frozenset({Op.CONTEXT, Op.POSITIONS, Op.GROUPS})
 """Records that prepare calls to come."""
+_LISTS = frozenset({Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.COMPLETE_LOAD, Op.PREPARE_STORE, Op.COMPLETE_STORE})
+"""Calls with a list of keys."""
 _EXPECTED_ERRORS = (ValueError, KeyError, BlockStateError, NotImplementedError)
 _COMPARED_UNITS = frozenset({"blocks", "calls", "requests"})
 _MAX_ENDED = 100_000
@@ -277,7 +279,7 @@ def _arguments(call: Call, context: Any) -> tuple[list[Any], dict[str, Any]]:
             return [call.flag - 1] if call.flag else [], {}
         case Op.ON_SCHEDULE_END | Op.RESET_CACHE:
             return [], {}
-        case op if op in ONE_KEY | LISTS:
+        case op if op in ONE_KEY | _LISTS:
             return [keys, context], {}
     raise RecordingError(f"record {call.number} is a call that this kvcache cannot make: {call.op}")
 
