@@ -28,7 +28,7 @@ from kvcache.control.telemetry import Telemetry
 from kvcache.integrations.lmcache.locks import Locks, read_ttl_s
 from kvcache.integrations.lmcache.names import DIGEST_BYTES, MAX_HASH_BYTES, Names, disk_key
 from kvcache.integrations.lmcache.settings import L2Settings
-from kvcache.integrations.lmcache.sizes import Objects, Sizes
+from kvcache.integrations.lmcache.sizes import Sizes
 from kvcache.metrics import Part
 from kvcache.tiers.base.log_limiter import LogLimiter
 
@@ -59,7 +59,7 @@ class KVCacheL2(L2AdapterInterface):
         deadline_s = self._settings.tier.config.deadline_s
         self._names = Names(self._settings.path, self._settings.names_bytes, deadline_s, self._digests_in_use)
         try:
-            self._sizes = Sizes(self._settings, self._replace)
+            self._sizes = Sizes(self._settings, self._locks.follow)
         except BaseException:
             self._names.close()
             raise
@@ -259,10 +259,6 @@ class KVCacheL2(L2AdapterInterface):
         is_found = [bool(tiers) for tiers in tiers_of]
         self._locks.add(disk_keys, tiers_of)
         return is_found
-
-    def _replace(self, before: Objects, after: Objects) -> None:
-        """Keep the locks of a size that was opened again."""
-        self._locks.follow(before.store.tier, after.store.tier)
 
     def _tell(self) -> None:
         """Notify LMCache of the objects that were stored and removed."""

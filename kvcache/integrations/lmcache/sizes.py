@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
+from typing import Any
 
 from kvcache.assembly.assemble import open_store
 from kvcache.epoch import named
@@ -49,10 +50,10 @@ class Objects:
 class Sizes:
     """The stores of all object sizes in a directory; ValueError: it cannot be used.
 
-    `on_replace` is called when a size was opened again with fewer slots, with its objects before and after.
+    `on_replace` is called when a size was opened again with fewer slots, with its tier before and after.
     """
 
-    def __init__(self, settings: L2Settings, on_replace: Callable[[Objects, Objects], None]) -> None:
+    def __init__(self, settings: L2Settings, on_replace: Callable[[Any, Any], None]) -> None:
         self.changes: deque[Change] = deque()
         self.refused: set[int] = set()
         self._settings = settings
@@ -101,4 +102,4 @@ class Sizes:
                 before.store.close()
             self._by_size[size] = Objects(self._settings, size, num_slots, self.changes, before)
             if before:
-                self._on_replace(before, self._by_size[size])
+                self._on_replace(before.store.tier, self._by_size[size].store.tier)
