@@ -145,14 +145,12 @@ def _panel(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _with_data(panels: list[dict[str, Any]], names: set[str]) -> list[dict[str, Any]]:
     """Return the panels that query a known series or an alert, without rows that are left empty."""
-    queries = {id(panel): " ".join(target["expr"] for target in panel.get("targets", ())) for panel in panels}
-    shown = [
-        panel
-        for panel in panels
-        if panel["type"] == "row"
-        or "ALERTS" in queries[id(panel)]
-        or names & set(re.findall(r"[\w:]+", queries[id(panel)]))
-    ]
+
+    def has_data(panel: dict[str, Any]) -> bool:
+        query = " ".join(target["expr"] for target in panel.get("targets", ()))
+        return panel["type"] == "row" or "ALERTS" in query or not names.isdisjoint(re.findall(r"[\w:]+", query))
+
+    shown = [*filter(has_data, panels)]
     following = [*shown[1:], {"type": "row"}]
     return [
         panel for panel, after in zip(shown, following, strict=True) if panel["type"] != "row" or after["type"] != "row"
