@@ -91,6 +91,8 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
             frame = inspect.currentframe()
             self._set_windows(frame and frame.f_back)
             self._manager = self._make_manager()
+            self._manager.info = (self.num_blocks, self.num_blocks * self.block_bytes)
+            self._manager.spec_type = self.copies.spec_type
             logger.info("%s", self._description(self._manager))
         return self._manager
 
@@ -174,10 +176,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         if self.node_pool:
             from kvcache.integrations.vllm.node import open_node_manager
 
-            node = open_node_manager(self, self._block_tokens(), self._engine_config)
-            node.info = (self.num_blocks, self.num_blocks * self.block_bytes)
-            node.spec_type = self.copies.spec_type
-            return node
+            return open_node_manager(self, self._block_tokens(), self._engine_config)
         # Only tiers touch bytes in the scheduler: without them, its process maps no host memory.
         shared, identity = self.copies.open_host_blocks(self._engine_config) if self.settings.tiers else (None, None)
         manager = open_manager(
@@ -193,13 +192,12 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         )
         adapter: KVCacheOffloadingManager
         if isinstance(manager, TieredOffloadingManager):
-            adapter = TieredKVCacheOffloadingManager(manager, installed_release(), self.clock)
+            adapter = TieredKVCacheOffloadingManager(manager, installed_release())
+            adapter.clock = self.clock
         else:
             adapter = KVCacheOffloadingManager(manager, installed_release())
         if self.settings.group_windows is not None:
             adapter.path_group = self.settings.group_windows.index(None)
         adapter.lookup_deadline_s = self.settings.lookup_deadline_s
         adapter.what_if_log = log_what_if(manager) if self.settings.what_if else None
-        adapter.info = (self.num_blocks, self.num_blocks * self.block_bytes)
-        adapter.spec_type = self.copies.spec_type
         return adapter

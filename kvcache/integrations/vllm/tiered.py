@@ -7,8 +7,7 @@ the lock: on another node, say, it would map a file that no tier reads.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +99,9 @@ class EngineRegion:
 class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
     """Adapter of a `TieredOffloadingManager` to vLLM's scheduler."""
 
-    def __init__(
-        self,
-        manager: TieredOffloadingManager,
-        release: Release,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, manager: TieredOffloadingManager, release: Release) -> None:
         super().__init__(manager, release)
         self._tiered = manager
-        self._clock = clock
         self._watch: PrefillWatch | None = None
         if manager.arbiter is not None:
             # The method is looked up each time, because a recorder may wrap it later.
@@ -166,7 +159,7 @@ class TieredKVCacheOffloadingManager(KVCacheOffloadingManager):
     def on_schedule_end(self, context: Any = None) -> None:
         super().on_schedule_end(context)
         if self._watch is not None:
-            self._watch.on_step(self._clock())
+            self._watch.on_step(self.clock())
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         # vLLM calls this once for each step that was computed, whether it publishes events or not.
