@@ -97,13 +97,6 @@ def patch_instance_forward(model):
     attention(model).k_proj.forward = lambda x: original(x) * 1.1
 
 
-@torch.enable_grad()
-def step_of_an_optimizer(model):
-    model(prompt_of(8)).logits.sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model.zero_grad()
-
-
 @torch.inference_mode()
 def scale_in_inference_mode(model):
     attention(model).k_proj.weight.mul_(1.1)
@@ -135,7 +128,6 @@ GLOBAL = {"gain": 1.0}
 # The changes, by kind of model.
 CHANGES = {
     "plain": {
-        "weights scaled in place": lambda model: k_proj(model).weight.mul_(1.1),
         "parameter replaced": lambda model: setattr(
             k_proj(model), "weight", torch.nn.Parameter(k_proj(model).weight * 1.1)
         ),
@@ -143,13 +135,10 @@ CHANGES = {
             k_proj(model).weight, "data", k_proj(model).weight.detach() * 1.1
         ),
         "data scaled behind autograd": scale_behind_autograd,
-        "weights written through numpy": lambda model: attention(model).v_proj.weight.detach().numpy().__imul__(1.1),
         "layers swapped": swap_layers,
         "other weights loaded": lambda model: model.load_state_dict(built(seed=1).state_dict()),
         # Of a token that stands at the prompt's start only.
         "one embedding": lambda model: model.model.embed_tokens.weight[int(IDS[0, 0])].add_(1.0),
-        "a step of an optimizer": step_of_an_optimizer,
-        "heads zeroed": lambda model: attention(model).o_proj.weight[:, :16].zero_(),
         "forward of an instance": patch_instance_forward,
         "module wrapped": lambda model: replace(model, "v_proj", lambda old: torch.nn.Sequential(old, Gain(1.1))),
         "quantized": lambda model: replace(model, "k_proj", Packed),
@@ -160,7 +149,6 @@ CHANGES = {
         "frequencies replaced": lambda model: setattr(
             model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq * 2
         ),
-        "rope's attention scaling": set_attribute("model.rotary_emb.attention_scaling", 1.5),
         "another dtype and back": lambda model: model.to(torch.bfloat16).to(torch.float32),
         "an activation": set_attribute("model.layers.0.mlp.act_fn", torch.nn.Tanh()),
         "a layer's feed-forward": set_attribute("model.layers.0.mlp", Gain(0.5)),
@@ -169,28 +157,19 @@ CHANGES = {
     },
     # Large tables, changed where the last block of a hit does not look, and torch notices nothing.
     "rows": {
-        "embedding of a token": lambda model: embeddings(model)[FIRST].add_(1.0),
         "one number of an embedding": lambda model: embeddings(model)[FIRST, 5].add_(2.0),
         "embedding scaled by a little": lambda model: embeddings(model)[FIRST].mul_(1.01),
         "embedding of a later token": lambda model: embeddings(model)[int(IDS[0, 20])].neg_(),
         "embeddings swapped": lambda model: embeddings(model).__setitem__(
             IDS[0, :2], embeddings(model)[IDS[0, :2].flip(0)]
         ),
-        "embedding written through numpy": lambda model: embeddings(model).numpy()[FIRST].fill(0.3),
-        "all embeddings": lambda model: embeddings(model).copy_(
-            built(seed=1, vocab_size=512).model.embed_tokens.weight
-        ),
         "embeddings rounded": lambda model: embeddings(model).copy_(embeddings(model).to(torch.float16)),
         "state dict assigned": lambda model: model.load_state_dict(
             built(seed=1, vocab_size=512).state_dict(), assign=True
         ),
-        "a norm's weight": lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(1.2),
         "one number of a norm": lambda model: model.model.layers[1].input_layernorm.weight.data[7].add_(3.0),
         "data of a buffer": lambda model: model.model.rotary_emb.inv_freq.data[2:].mul_(1.5),
         "adapter merged": lambda model: q_proj(model).weight.data.add_(torch.randn(64, 2) @ torch.randn(2, 64)),
-        "adapter merged into values": lambda model: attention(model).v_proj.weight.data.add_(
-            0.1 * torch.randn(32, 2) @ torch.randn(2, 64)
-        ),
         "row of a projection": lambda model: k_proj(model).weight.data[3].zero_(),
         "column of a projection": lambda model: model.model.layers[0].mlp.down_proj.weight.data[:, 7].mul_(9.0),
         "output head": lambda model: model.lm_head.weight.data.neg_(),
@@ -204,7 +183,6 @@ CHANGES = {
     },
     "experts": {
         **{f"expert {i} scaled": lambda model, i=i: experts(model).gate_up_proj.data[i].mul_(1.3) for i in (0, 3, 7)},
-        "expert zeroed": lambda model: experts(model).down_proj.data[5].zero_(),
         "experts swapped": lambda model: (
             experts(model).down_proj.data[:2].copy_(experts(model).down_proj.data[:2].flip(0))
         ),
@@ -216,11 +194,9 @@ CHANGES = {
         "hook removed": lambda model: k_proj(model)._forward_hooks.clear(),
     },
     "lora": {
-        "scaling of an adapter": lambda model: q_proj(model).scaling.update(one=2.0),
         "scaling of an adapter by a little": lambda model: q_proj(model).scaling.update(one=1.05),
         "scaling dict replaced": lambda model: setattr(q_proj(model), "scaling", {"one": 3.0}),
         "another adapter": lambda model: setattr(q_proj(model), "_active_adapter", ["two"]),
-        "both adapters": lambda model: q_proj(model)._active_adapter.append("two"),
         "adapters disabled": lambda model: setattr(q_proj(model), "_disable_adapters", True),
         "weights of an adapter": lambda model: q_proj(model).lora_b["one"].weight.data.mul_(2),
         "adapter removed": lambda model: replace(model, "q_proj", lambda old: old.base_layer),
@@ -394,15 +370,6 @@ def test_padding_counted_by_model_changes_keys():
         check_answer(cache, ids[:num_rows], mask[:num_rows])
     assert cache.load(ids, mask)[1] == 64
     assert cache.stats().rejected_hits == 0
-
-
-def test_verify_off_computes_nothing_again(model):
-    cache = PrefixCache(model, num_blocks=64, verify=False)
-    for _ in range(2):
-        check_answer(cache, IDS)
-    assert cache.stats().loaded_tokens == 48
-    change_unseen(model)
-    assert cache.load(IDS)[1] == 48
 
 
 def test_verify_off_notices_changed_numbers():

@@ -17,6 +17,7 @@ from kvcache.integrations.vllm.identity import check_readable, fingerprint
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+LARGER_CHUNKS = SimpleNamespace(blocks_per_chunk=2, tokens_per_hash=8)
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
@@ -86,36 +87,27 @@ def differing(one, other):
 
 
 @pytest.mark.parametrize(
-    ("of_model", "of_engine", "field"),
+    ("of_model", "of_engine", "of_blocks", "fields"),
     [
-        ({"dtype": torch.bfloat16}, {}, "compute_dtype"),
-        ({"quantization": "fp8"}, {}, "quantization"),
-        ({"quantization_config": {"linear": "int8"}}, {}, "quantization"),
-        ({"disable_sliding_window": True}, {}, "sliding_window"),
-        ({"multimodal_config": SimpleNamespace(mm_processor_kwargs={"num_crops": 4})}, {}, "multimodal"),
-        ({"hf_config": llama_config(num_hidden_layers=3)}, {}, "config"),
-        ({"hf_config": llama_config(rope_parameters=YARN)}, {}, "config"),
-        ({}, {"cache_config": SimpleNamespace(kv_cache_dtype_skip_layers=["0"])}, "kv_skip_layers"),
-        ({}, {"lora_config": SimpleNamespace(lora_dtype=torch.float16, default_mm_loras=None)}, "lora"),
+        ({"dtype": torch.bfloat16}, {}, {}, "compute_dtype"),
+        ({"quantization": "fp8"}, {}, {}, "quantization"),
+        ({"quantization_config": {"linear": "int8"}}, {}, {}, "quantization"),
+        ({"disable_sliding_window": True}, {}, {}, "sliding_window"),
+        ({"multimodal_config": SimpleNamespace(mm_processor_kwargs={"num_crops": 4})}, {}, {}, "multimodal"),
+        ({"hf_config": llama_config(num_hidden_layers=3)}, {}, {}, "config"),
+        ({"hf_config": llama_config(rope_parameters=YARN)}, {}, {}, "config"),
+        ({}, {"cache_config": SimpleNamespace(kv_cache_dtype_skip_layers=["0"])}, {}, "kv_skip_layers"),
+        ({}, {"lora_config": SimpleNamespace(lora_dtype=torch.float16, default_mm_loras=None)}, {}, "lora"),
+        ({}, {}, {"kv_cache_layout": "NHD"}, "layout"),
+        ({}, {}, {"model": SimpleNamespace(name="name", dtype="fp8")}, "dtype"),
+        ({}, {}, {"groups": [SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("layer", "2"))]}, "groups"),
+        ({}, {}, {"cache": LARGER_CHUNKS}, "blocks_per_chunk tokens_per_hash"),
+        ({}, {}, {"worker_kv_bytes_per_block": 8192}, "bytes_per_block"),
     ],
 )
-def test_fingerprint_changes_with_each_setting(folder, of_model, of_engine, field):
-    found = taken(model_config(folder, **of_model), **of_engine)
-    assert differing(taken(model_config(folder)), found) == {field}
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "fields"),
-    [
-        ("kv_cache_layout", "NHD", {"layout"}),
-        ("model", SimpleNamespace(name="name", dtype="fp8"), {"dtype"}),
-        ("groups", [SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("layer", "2"))], {"groups"}),
-        ("cache", SimpleNamespace(blocks_per_chunk=2, tokens_per_hash=8), {"blocks_per_chunk", "tokens_per_hash"}),
-        ("worker_kv_bytes_per_block", 8192, {"bytes_per_block"}),
-    ],
-)
-def test_fingerprint_changes_with_blocks(folder, name, value, fields):
-    assert differing(taken(model_config(folder)), taken(model_config(folder), {name: value})) == fields
+def test_fingerprint_changes_with_each_setting(folder, of_model, of_engine, of_blocks, fields):
+    found = taken(model_config(folder, **of_model), of_blocks, **of_engine)
+    assert differing(taken(model_config(folder)), found) == {*fields.split()}
 
 
 @pytest.mark.parametrize("field", ["lora_dtype", "default_mm_loras"])
