@@ -99,7 +99,7 @@ def test_small_memory_of_lru_stores_head(make):
     assert (engine.stats.rejected_stores, engine.stats.needed_blocks) == (10, 5 * 32 + 5 * 30)
 
 
-def test_small_memory_of_lru_cuts_no_window(make):
+def test_small_memory_lru_cuts_no_window(make):
     engine = make(SLIDING, 12, cache_policy="lru", step_tokens=256)
     # The blocks of a window at the end of ten do not fit; a prompt of eight has room for them.
     for seed in [*range(5), *range(5)]:
