@@ -1,10 +1,8 @@
 """Kill, stop and reset engines and owners of a node's pool amid copies, and compare every block that is loaded.
 
-Run as ``python tests/isolated/node_kills.py NAME ENGINE_KILLS OWNER_KILLS [DISK [SECONDS]]``; prints a line of JSON. An
-engine is a scheduler and a worker, which copies in small pieces and goes on when its scheduler has died, as a device
-does. A block's bytes follow from its key and from the engine's epoch. With DISK, a folder, a disk tier lies below the
-pool. With SECONDS, the soak, kills repeat for so long: of the owner in the first half only, and never of the first
-engine. Each line of it has the memory in KiB, the file descriptors and the threads of both.
+Run as ``python tests/isolated/node_kills.py NAME ENGINE_KILLS OWNER_KILLS [DISK]``; prints a line of JSON. An engine is
+a scheduler and a worker, which copies in small pieces and goes on when its scheduler has died, as a device does. A
+block's bytes follow from its key and from the engine's epoch. With DISK, a folder, a disk tier lies below the pool.
 """
 
 import hashlib
@@ -17,7 +15,6 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
@@ -125,7 +122,6 @@ def schedule(folder, name, counts, options, seed):
         if dice.random() < 0.5:
             manager.on_schedule_end()
         counts[3] = manager.parts()[1].stats.outages
-        counts[5] = sys.getallocatedblocks()
 
 
 def fault_of(folder, monitor):
@@ -202,27 +198,13 @@ class Node:
         while self.counts[:, :2].sum() < before + 40 and time.monotonic() < end_s:
             time.sleep(0.005)
 
-    def usage(self):
-        """Return what the owner, the oldest engine and the pool's folder use."""
-        self.monitor.on_schedule_end()
-        owner = (self.monitor.owner_figures() or {}).get("pid", os.getpid())
-        pids = {"owner": owner, "engine": min(self.engines, key=self.engines.get)}
-        usage = {**pids, "folder_kib": sum(path.stat().st_blocks for path in self.folder.iterdir()) // 2}
-        for name, pid in pids.items():
-            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-            # Without the pool, which is shared.
-            usage |= {f"{name}_kib": int(status["RssAnon"].split()[0]), f"{name}_threads": int(status["Threads"])}
-            usage[f"{name}_fds"] = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-        # Messages for a stopped owner wait in the engine, up to 4 MiB, and the process keeps their memory afterwards.
-        return usage | {"engine_objects": int(self.counts[self.engines[pids["engine"]] % len(self.counts)][5])}
-
-    def hit_owner(self, dice, may_kill):
+    def hit_owner(self, dice):
         """Kill the owner, or stop it for a moment."""
         self.monitor.on_schedule_end()
         figures = self.monitor.owner_figures()
         if figures is None:
             return False
-        with_stop = not may_kill or dice.random() < 0.3
+        with_stop = dice.random() < 0.3
         os.kill(figures["pid"], signal.SIGSTOP if with_stop else signal.SIGKILL)
         if with_stop:
             time.sleep(dice.uniform(0.01, 0.2))
@@ -230,28 +212,14 @@ class Node:
         return True
 
 
-def slopes(samples):
-    """Return the change of each figure in an hour, after the warm-up of the last owner and of its oldest engine."""
-    last = samples[-1]
-    samples = [sample for sample in samples if all(sample[name] == last[name] for name in ("owner", "engine"))]
-    samples = samples[len(samples) // 2 :]
-    hours = [sample["s"] / 3600 for sample in samples]
-    return {name: round(np.polyfit(hours, [sample[name] for sample in samples], 1)[0]) for name in list(last)[3:]}
-
-
-def main(name, engine_kills, owner_kills, disk="", seconds=0):
+def main(name, engine_kills, owner_kills, disk=""):
     dice = random.Random(7)
     node = Node(name, disk)
-    faults, done, samples = [], [0, 0], []
-    total, half_s = int(engine_kills) + int(owner_kills), float(seconds) / 2
-    start_s = time.monotonic()
-    while sum(done) < total or time.monotonic() < start_s + 2 * half_s:
-        passed_s = time.monotonic() - start_s
+    faults, done = [], [0, 0]
+    total = int(engine_kills) + int(owner_kills)
+    while sum(done) < total:
         while len(node.engines) < NUM_ENGINES:
             node.start()
-        if half_s and passed_s >= len(samples) * half_s / 50:
-            samples.append({"s": round(passed_s), **node.usage()})
-            print(json.dumps(samples[-1]), file=sys.stderr)
         time.sleep(dice.uniform(0.01, 0.12))
         if dice.random() < 0.7:
             # Otherwise a kill may come before the last one is repaired.
@@ -261,12 +229,11 @@ def main(name, engine_kills, owner_kills, disk="", seconds=0):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del node.engines[pid]
         if dice.random() * total < int(owner_kills):
-            done[1] += node.hit_owner(dice, may_kill=not half_s or passed_s < half_s)
+            done[1] += node.hit_owner(dice)
         elif len(node.engines) > 1:
-            pids = sorted(node.engines, key=node.engines.get)
-            node.kill(dice.choice(pids[half_s > 0 :]), dice.random() < 0.3)
+            node.kill(dice.choice(list(node.engines)), dice.random() < 0.3)
             done[0] += 1
-        if sum(done) % 100 == 99 and not half_s:
+        if sum(done) % 100 == 99:
             node.kill_all()
             faults += filter(None, [fault_of(node.folder, node.monitor)])
     node.kill_all()
@@ -277,8 +244,7 @@ def main(name, engine_kills, owner_kills, disk="", seconds=0):
     for path in node.folder.iterdir():
         if path.name not in ("lock", "owner.lock", "log"):
             path.unlink()
-    summary = {"engine_kills": done[0], "owner_kills": done[1], **sums, "faults": faults}
-    print(json.dumps({**summary, "per_hour": slopes(samples)} if half_s else summary))
+    print(json.dumps({"engine_kills": done[0], "owner_kills": done[1], **sums, "faults": faults}))
     return int(bool(faults or sums["wrong"] or not sums["loaded"]))
 
 

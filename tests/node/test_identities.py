@@ -6,13 +6,12 @@ Each block holds the weights that wrote it and its writer. 1,000 steps a place i
 import os
 import random
 import shutil
-import subprocess
 import time
 
 import numpy as np
 import pytest
 from node_harness import Node, prompt
-from servers import find_valkey, free_port, wait_for_port
+from servers import ValkeyServer, find_valkey
 
 from kvcache import TieredOffloadingManager
 from kvcache.epoch import named
@@ -24,40 +23,25 @@ CHECKPOINT = {"model": "m", "weights": "sha256:checkpoint"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 + NUM_STEPS / 10)]
 
 
-class Server:
-    """A Valkey server that a step may restart empty."""
-
-    def __init__(self, folder):
-        self.port = free_port()
-        self._command = [str(find_valkey()), "--port", str(self.port), "--dir", str(folder), "--save", ""]
-        self.start()
-
-    def start(self):
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_for_port(self.port)
-
-    def stop(self):
-        self._process.kill()
-        self._process.wait()
-
-
 class TieredEngine:
     """An engine over host memory, a directory of its own and a common server; `version` is its `weights_version`."""
 
     def __init__(self, place, number, version):
+        from kvcache.tiers import valkey
         from kvcache.tiers.disk.tier import DiskOptions, DiskTier
-        from kvcache.tiers.valkey import ValkeyTier
 
+        # Whether it soon notices that the server has lost the epoch.
+        valkey._EPOCH_INTERVAL_S = (0.02, 5.0)[number % 2]
         self.rows = np.zeros((8, 4096), np.uint8)
         fingerprint = named(CHECKPOINT, version)
-        path, url = place.folder / f"disk-{number}", f"valkey://127.0.0.1:{place.server.port}"
+        path = place.folder / f"disk-{number}"
         tiers = [
             DiskTier(
                 DiskOptions(path=path, capacity=DiskTier.capacity_for(16, 4096), preallocate=False),
                 self.rows,
                 fingerprint,
             ),
-            ValkeyTier(url, self.rows, fingerprint=fingerprint, timeout_s=2.0),
+            valkey.ValkeyTier(place.server.url, self.rows, fingerprint=fingerprint, timeout_s=2.0),
         ]
         self.manager = TieredOffloadingManager(16, 8, tiers)
 
@@ -94,14 +78,15 @@ class Tiers:
         if find_valkey() is None:
             pytest.skip("needs valkey-server or redis-server")
         pytest.importorskip("valkey")
-        self.folder, self.server = folder, Server(folder)
+        self.folder, self.server = folder, ValkeyServer(folder)
+        self.server.start()
 
     def disturb(self):
-        self.server.stop()
+        self.server.kill()
         self.server.start()
 
     def close(self):
-        self.server.stop()
+        self.server.kill()
 
 
 class Pool:
@@ -196,6 +181,8 @@ class Run:
 def test_no_block_of_other_weights(tmp_path, kind, monkeypatch):
     monkeypatch.setattr("kvcache.node.client._RETRY_S", 0)
     place = kind(tmp_path)
+    if kind is Tiers:
+        monkeypatch.setattr("kvcache.tiers.valkey._EPOCH_INTERVAL_S", 5.0)
     run = Run(place, seed=46)
     try:
         for _ in range(NUM_STEPS):

@@ -43,25 +43,48 @@ def wait_for_port(port: int, has_ended: Callable[[], bool] = lambda: False) -> N
             time.sleep(0.02)
 
 
+class ValkeyServer:
+    """A server without persistence that is started, killed and started again on one port.
+
+    Raises OSError if no server is installed or it does not start.
+    """
+
+    def __init__(self, folder: Path | str, *options: str) -> None:
+        binary = find_valkey()
+        if binary is None:
+            raise FileNotFoundError("no valkey-server or redis-server is installed")
+        self.port = free_port()
+        self.url = f"valkey://127.0.0.1:{self.port}"
+        self._command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
+        self._command += ["--save", "", "--appendonly", "no", *options]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        process = self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_for_port(self.port, lambda: process.poll() is not None)
+        except OSError:
+            raise OSError(f"{Path(self._command[0]).name} did not start") from None
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
 @contextmanager
 def running_valkey(*options: str) -> Iterator[int]:
-    """Run a server without persistence and yield its loopback port; stop it at the end.
-
-    Raise OSError if no server is installed or it does not start.
-    """
-    binary = find_valkey()
-    if binary is None:
-        raise FileNotFoundError("no valkey-server or redis-server is installed")
-    port = free_port()
+    """Run a `ValkeyServer` and yield its loopback port; stop it at the end."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder, *options]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        server = ValkeyServer(folder, *options)
         try:
-            try:
-                wait_for_port(port, lambda: process.poll() is not None)
-            except OSError:
-                raise OSError(f"{Path(binary).name} did not start") from None
-            yield port
+            server.start()
+            yield server.port
         finally:
-            process.terminate()
-            process.wait()
+            server.kill()

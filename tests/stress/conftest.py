@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-# For `disks`.
-sys.path.insert(0, str(Path(__file__).parent))
+# For `disks`, and for `stores`, whose helpers it uses.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tiers")]
 
 
 def pytest_collection_modifyitems(items):

@@ -2,18 +2,14 @@
 
 import mmap
 import os
-import time
 
 import numpy as np
+from stores import payload, until, wait_for
 
 from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
 SCALE = float(os.environ.get("KVCACHE_STRESS", "1"))
-
-
-def payload(seed, num_bytes):
-    return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
 
 
 class Disk:
@@ -27,7 +23,7 @@ class Disk:
 
     def store(self, keys, seeds=None):
         """Store blocks with the bytes of their keys or seeds; return the result, or None if the tier refuses."""
-        for i, seed in enumerate(seeds or map(list, keys)):
+        for i, seed in enumerate(seeds or keys):
             self.host[i] = payload(seed, self.host.shape[1])
         return self._result(self.tier.submit_store, keys)
 
@@ -40,7 +36,7 @@ class Disk:
     def load_right(self, keys):
         """Load blocks that were stored with the bytes of their keys, and compare them; return the result."""
         result, loaded = self.load(keys)
-        wrong = [key for key, block in loaded.items() if not np.array_equal(block, payload(list(key), len(block)))]
+        wrong = [key for key, block in loaded.items() if not np.array_equal(block, payload(key, len(block)))]
         assert not wrong, wrong
         return result
 
@@ -49,20 +45,9 @@ class Disk:
 
     def _result(self, submit, keys):
         self.job_id += 1
-        if not submit(self.job_id, keys, list(range(len(keys)))):
-            return None
-        end_s = time.monotonic() + 60
-        while time.monotonic() < end_s:
-            for result in self.tier.get_finished():
-                if result.job_id == self.job_id:
-                    return result
-            time.sleep(0.0002)
-        raise AssertionError(f"job {self.job_id} was never reported: {self.tier.stats()}")
+        is_taken = submit(self.job_id, keys, list(range(len(keys))))
+        return wait_for(self.tier, self.job_id) if is_taken else None
 
     def wait_available(self):
         """Wait until the tier is open, and no reset is under way."""
-        end_s = time.monotonic() + 60
-        while self.tier.stats().unavailable_reason and time.monotonic() < end_s:
-            self.tier.get_finished()
-            time.sleep(0.0002)
-        assert not self.tier.stats().unavailable_reason
+        until(lambda: self.tier.get_finished() is not None and not self.tier.stats().unavailable_reason)

@@ -237,20 +237,3 @@ def test_damaged_directory_serves_no_wrong_byte(memory):
     print(dict(counts))
     assert counts["loaded"] > counts["directories"]
     assert counts["refused"] > counts["directories"] // 10
-
-
-def test_cut_files_keep_whole_blocks(memory):
-    path = memory / "cut"
-    files = make_directory(path)
-    dice = random.Random(0)
-    for _ in range(max(3, round(100 * SCALE))):
-        for name, body in files.items():
-            is_cut = name in ("data", "records", "recency") and dice.random() < 0.7
-            (path / name).write_bytes(body[: dice.randrange(len(body) + 1)] if is_cut else body)
-        whole = min((path / "data").stat().st_size // 4096, (path / "records").stat().st_size // 128)
-        disk = open_disk(path)
-        try:
-            assert disk.tier.lookup(KEYS) == whole
-            assert set(disk.load_right(KEYS).done) == set(KEYS[:whole])
-        finally:
-            disk.tier.shutdown()

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from disks import SCALE, Disk, payload
+from disks import SCALE, Disk
+from stores import payload
 
 from kvcache.epoch import Epoch
 

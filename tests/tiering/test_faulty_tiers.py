@@ -200,20 +200,6 @@ def test_random_faults_leave_nothing_behind(write_policy):
     assert num_loads > 100
 
 
-def test_slot_of_hung_writes_stays_withheld(world):
-    world.store([b"a"])
-    world.clock.now_s += 3.0
-    world.step()
-    world.reset()
-    (first,), (second,) = (tier.pending for tier in world.tiers)
-    assert first.block_ids == second.block_ids
-    for tier, job, num_free in ((world.tiers[0], first, NUM_BLOCKS - 1), (world.tiers[1], second, NUM_BLOCKS)):
-        assert world.manager.stats().num_free == NUM_BLOCKS - 1
-        tier.end(job)
-        world.step()
-        assert world.manager.stats().num_free == num_free
-
-
 def test_block_arriving_late_is_not_held(world):
     world.tiers[0].submit_store(-1, [b"a"], [0])
     world.host[0] = world.content(b"a")
@@ -330,21 +316,3 @@ def test_foreign_keys_in_report_are_ignored(world, error):
     # Blocks that the tier refused are not offered again.
     assert list(world.manager.controllers[0].backlog.missed) == ([b"b"] if error else [])
     assert world.tiers[0].pending == [job]
-
-
-def test_tier_with_failed_reset_is_unused(world):
-    world.store(PROMPTS[0])
-    world.end_jobs()
-    world.step()
-    world.tiers[0].reset_fails = True
-    world.reset()
-    world.tiers[1].is_unknown = False
-    calls = []
-    for name in ("lookup", "submit_store", "submit_load"):
-        setattr(world.tiers[0], name, lambda *args: calls.append(args))
-    assert world.manager.lookup(PROMPTS[0], ReqContext()) == 0
-    world.store([b"x"])
-    for _ in range(3):
-        world.step()
-        world.clock.now_s += 1.0
-    assert calls == []

@@ -2,10 +2,8 @@
 
 import threading
 import time
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +11,10 @@ from stores import found, load, store_as_is, until, wait_for, wait_for_reset
 from stores import store as save
 
 from kvcache import ReqContext, TieredOffloadingManager
-from kvcache.options import Options, option
+from kvcache.options import Options
 from kvcache.tiering.breaker import Direction
 from kvcache.tiers.base import existence, job_tier, lifecycle
 from kvcache.tiers.base.catalog import SlotCatalog
-from kvcache.tiers.base.codec import parse_codec
 from kvcache.tiers.base.existence import ExistenceCache
 from kvcache.tiers.base.io_threads import LOAD, QUERY, STORE, STORE_TURN, IOThreads
 from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierContents
@@ -99,18 +96,6 @@ class StoreTier(JobTier):
         self.store.values.clear()
 
 
-class PluginTier(StoreTier):
-    """A plug-in's tier, whose constructor needs its codec."""
-
-    @dataclass(frozen=True)
-    class options_type(Options):  # noqa: N801
-        codec: Any = option(parse_codec, None, when="always")
-
-    def __init__(self, host_blocks, fingerprint, codec):
-        self.codec = codec
-        super().__init__(Store(), host_blocks, codec=codec)
-
-
 class TierWithoutCodecs(StoreTier):
     """A plug-in's tier whose options and constructor know no codec."""
 
@@ -122,16 +107,6 @@ class TierWithoutCodecs(StoreTier):
 
 def test_from_config_names_no_absent_codec():
     TierWithoutCodecs.from_config({}, np.zeros((NUM_HOST, 256), np.uint8), {}).shutdown()
-
-
-def test_from_config_makes_the_codec():
-    pytest.importorskip("torch")
-    pytest.importorskip("xxhash")
-    host = np.zeros((NUM_HOST, 256), np.uint8)
-    for options, kind in ({"codec": {"type": "fp8", "dtype": "bfloat16"}}, "Fp8Codec"), ({}, "NoneType"):
-        tier = PluginTier.from_config(options, host, {})
-        assert type(tier.codec).__name__ == kind
-        tier.shutdown()
 
 
 @pytest.fixture

@@ -352,14 +352,6 @@ class SteppedStore(KeyedStore):
             self.tier.end(job)
 
 
-def test_moving_call_is_not_late():
-    store = SteppedStore()
-    assert all(put(store, range(20)))
-    assert all(get(store, range(20)))
-    assert store.stored == [key_of(n) for n in range(20)]
-    assert store.now_s > 2 * 4 * 0.9  # each call took several times its deadline
-
-
 def test_refused_jobs_are_halved_in_order(monkeypatch):
     """The head of a prefix is stored last, so that it is the most recent."""
     store, jobs = SteppedStore(staging_bytes=64 * 8192), []

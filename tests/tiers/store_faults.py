@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from itertools import count
 
 import numpy as np
-from stores import Impostor, MooncakeStore, MotoServer, ProxyProcess, ValkeyServer, blocks, pause, resume, store_as_is
+from servers import ValkeyServer
+from stores import Impostor, MooncakeStore, MotoServer, ProxyProcess, blocks, pause, resume, store_as_is
 
 from kvcache import ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.tiers.base.checksum import SEAL_BYTES

@@ -24,32 +24,6 @@ KEYS = [bytes([number]) * 36 for number in range(1, 65)]
 T = TypeVar("T")
 
 
-class ValkeyServer:
-    """A Valkey or Redis server that is started, stopped and started again on one port."""
-
-    def __init__(self, folder, *options):
-        self.port = free_port()
-        self.url = f"valkey://127.0.0.1:{self.port}"
-        self._command = [str(VALKEY_BINARY), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
-        self._command += ["--save", "", "--appendonly", "no", *options]
-        self._process = None
-
-    @property
-    def pid(self):
-        assert self._process is not None
-        return self._process.pid
-
-    def start(self):
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_for_port(self.port)
-
-    def kill(self):
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-
 class MooncakeStore:
     """A master, and nodes that lend it memory."""
 

@@ -9,8 +9,8 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from local_stores import LocalValkey
-from stores import found, load_as_is, payload, store_as_is
+from local_stores import LocalS3, LocalValkey
+from stores import found, load_as_is, payload, set_credentials, store_as_is
 
 from kvcache.assembly.assemble import parse_tier
 from kvcache.testing.tier_contract import TierContract
@@ -90,14 +90,15 @@ class Engine:
         return result.done
 
 
-@pytest.fixture(params=["disk", "valkey"])
-def place(request, tmp_path):
+@pytest.fixture(params=["disk", "valkey", "s3"])
+def place(request, tmp_path, monkeypatch):
     """An entry of `tiers`, without its codec."""
     if request.param == "disk":
         yield {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}
         return
-    server = LocalValkey()
-    yield {"type": "valkey", "url": server.url}
+    set_credentials(monkeypatch)
+    server = LocalS3("blocks") if request.param == "s3" else LocalValkey()
+    yield {"type": request.param, **(server.place if request.param == "s3" else {"url": server.url})}
     server.kill()
 
 

@@ -173,30 +173,6 @@ def test_fp8_blocks_return_alike_every_time():
     tier.shutdown()
 
 
-@pytest.mark.parametrize("at", [0, 8, 20, 40, 3000])
-def test_damaged_value_is_a_counted_miss(at):
-    host = compressible(4)
-
-    class DamagingTier(MemoryTier):
-        def get(self, batch):
-            super().get(batch)
-            self.host_rows[batch.block_ids[batch.keys.index(KEYS[0])], at] ^= 1
-
-    tier = DamagingTier(16, host, codec=ZstdCodec(host.shape[1]))
-    assert store_as_is(tier, KEYS[:2]).failed == []
-    host[:] = 0
-    result = load_as_is(tier, KEYS[:2])
-    assert (result.done, result.failed, result.error) == (KEYS[1:2], KEYS[:1], "")
-    assert (host[1] == compressible(4)[1]).all()
-    assert (tier.stats().corrupt_blocks, tier.stats().loaded_blocks) == (1, 1)
-    tier.get_finished()
-    assert tier.lookup(KEYS[:1]) == 0
-    # It is taken again.
-    host[:] = compressible(4)
-    assert store_as_is(tier, KEYS[:1], 3).done == KEYS[:1]
-    tier.shutdown()
-
-
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_codec_job_beyond_rows_is_whole(num_threads):
     host = np.concatenate([compressible(40)] * 5)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -157,15 +156,9 @@ def test_data_of_other_model_is_refused(bench, tmp_path):
     assert sorted(load(tier, bench.keys(*range(8))).done) == bench.keys(*range(8))
 
 
-def open_when_released(monkeypatch):
-    """Let a directory open once the returned event is set."""
+def test_tier_on_hung_mount_is_unavailable(bench, monkeypatch, caplog):
     released, init = threading.Event(), TierDirectory.__init__
     monkeypatch.setattr(TierDirectory, "__init__", lambda *args: (released.wait(), init(*args))[1])
-    return released
-
-
-def test_tier_on_hung_mount_is_unavailable(bench, monkeypatch, caplog):
-    released = open_when_released(monkeypatch)
     tier = bench.open(open_timeout_s=0.05)
     assert tier.stats().unavailable_reason == "opening"
     assert f"directory {bench.path} has not opened within 0.05 s" in caplog.text
@@ -177,29 +170,6 @@ def test_tier_on_hung_mount_is_unavailable(bench, monkeypatch, caplog):
     wait_for_reset(tier)
     assert store(tier, keys).done == keys
     assert load(tier, keys).done == keys
-
-
-def test_reset_before_open_is_not_forgotten(bench, monkeypatch):
-    bench.leave(0)
-    released = open_when_released(monkeypatch)
-    tier = bench.open(open_timeout_s=0.02)
-    tier.reset()
-    released.set()
-    wait_for_reset(tier)
-    assert tier.stats().num_held == 0
-    tier.shutdown()
-    assert bench.open().stats().num_held == 0
-
-
-def test_unopened_tier_can_be_shut_down(bench, monkeypatch):
-    released = open_when_released(monkeypatch)
-    monkeypatch.setattr("kvcache.tiers.base.job_tier._SHUTDOWN_S", 0.02)
-    tier = bench.open(open_timeout_s=0.02)
-    tier.shutdown()
-    released.set()
-    tier._life.join(20)
-    monkeypatch.undo()
-    bench.open().shutdown()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -432,28 +402,6 @@ def test_two_flipped_bits_break_the_seal(bench):
     records[95] ^= 0x80
     (bench.path / "records").write_bytes(records)
     assert bench.open().stats().num_held == 3
-
-
-def test_short_unaligned_piece_is_moved_again(bench, tier, monkeypatch):
-    if not tier.is_direct:
-        pytest.skip("no way past the page cache here")
-    calls = Counter()
-
-    def stingy(call):
-        def moved(fd, rows, offset):
-            calls[call.__name__] += 1
-            moved = call(fd, rows, offset)
-            return min(moved, 100) if calls[call.__name__] % 3 else moved
-
-        return moved
-
-    monkeypatch.setattr(os, "pwritev", stingy(os.pwritev))
-    monkeypatch.setattr(os, "preadv", stingy(os.preadv))
-    keys = bench.keys(*range(6))
-    assert sorted(store(tier, keys).done) == sorted(keys)
-    assert sorted(load(tier, keys).done) == sorted(keys)
-    assert calls["pwritev"] >= 3
-    assert calls["preadv"] >= 3
 
 
 @pytest.mark.parametrize(

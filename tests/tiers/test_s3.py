@@ -24,7 +24,6 @@ from kvcache.assembly.assemble import parse_tier
 from kvcache.tiers import s3
 from kvcache.tiers.base import lifecycle
 from kvcache.tiers.base.checksum import SEAL_BYTES
-from kvcache.tiers.codecs.aes_gcm import KEYS_VARIABLE
 from kvcache.tiers.s3 import S3Options, S3Tier
 from kvcache.tiers.valkey_wire import Channel
 
@@ -389,31 +388,6 @@ def test_panic_of_library_is_an_error(start, monkeypatch):
     monkeypatch.setattr(s3.obstore, "sign", panic)
     assert "OSError: s3://blocks" in store(tier, KEYS[:1]).error
     assert "request valid" in S3Tier.unavailable_reason(S3Options(bucket="blocks"))
-
-
-def test_encrypted_blocks_survive_engines(local, opened, monkeypatch):
-    monkeypatch.setenv(KEYS_VARIABLE, f"k1 {'5a' * 32}")
-    host = blocks()
-    entry = {"type": "s3", **local.place, "codec": {"type": "aes_gcm"}}
-    for _ in range(2):
-        opened.append(parse_tier(entry).make(host, {"model": "m"}))
-    host[:] = 77
-    assert sorted(store_as_is(opened[0], KEYS).done) == KEYS
-    assert not any(bytes([77]) * 16 in value for value in local.objects.values())
-    host[:] = 0
-    assert load_as_is(opened[1], KEYS).done == KEYS
-    assert (host == 77).all()
-
-
-def test_salt_model_or_weights_share_nothing(start):
-    first = start(salt="a", fingerprint={"model": "m", "weights": "w"})
-    store(first, KEYS[:4])
-    for salt, model, weights in ("amw", "bmw", "anw", "amv"):
-        other = start(salt=salt, fingerprint={"model": model, "weights": weights})
-        assert found(other, KEYS[:4]) == (4 if (salt, model, weights) == ("a", "m", "w") else 0)
-    first.reset("v2")
-    wait_for_reset(first)
-    assert found(first, KEYS[:4]) == 0
 
 
 def test_arbiter_is_on_unless_refused(local):

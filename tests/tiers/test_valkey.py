@@ -16,12 +16,12 @@ import pytest
 import xxhash
 from blake3 import blake3
 from local_stores import NUM_SLOTS, LocalValkey
+from servers import ValkeyServer
 from stores import (
     KEYS,
     VALKEY_BINARY,
     Clock,
     StoreContract,
-    ValkeyServer,
     blocks,
     found,
     free_port,

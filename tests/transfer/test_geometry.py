@@ -37,7 +37,14 @@ def staged_many_blocks(geometry, to_host):
     return StagedCopyHandler(geometry, to_host, HostStream(), 2000)
 
 
-@pytest.mark.parametrize("make_handler", [copied_at_once, copied_by_threads, staged_block_by_block, staged_many_blocks])
+def staged_nowhere(geometry, to_host):
+    return StagedCopyHandler(geometry, to_host, HostStream(), 0)
+
+
+@pytest.mark.filterwarnings("ignore:no device memory")
+@pytest.mark.parametrize(
+    "make_handler", [copied_at_once, copied_by_threads, staged_block_by_block, staged_many_blocks, staged_nowhere]
+)
 @pytest.mark.parametrize("to_host", [True, False], ids=["store", "load"])
 @given(case=cases())
 def test_bytes_go_where_reference_puts_them(make_handler, to_host, case):

@@ -13,8 +13,6 @@ from kvcache.specs import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
 )
 from kvcache.transfer import staged
 from kvcache.transfer.geometry import KVGeometry
@@ -131,26 +129,6 @@ def test_failed_job_waits_for_earlier_ones(stalled, monkeypatch, caplog):
     assert handler.get_finished() == []
     stream.done = 1 << 60
     assert [(result.job_id, result.success) for result in handler.get_finished()] == [(1, True), (2, False)]
-
-
-@pytest.mark.parametrize("to_host", [True, False])
-@pytest.mark.parametrize("staging_bytes", [0, 2 * 64, 1 << 20])
-@pytest.mark.parametrize("index", [0, 2, 7])
-@pytest.mark.filterwarnings("ignore:no device memory")
-def test_group_in_block_keeps_its_offset(to_host, staging_bytes, index):
-    kv_caches, factor = layered(), 4
-    pool = HostPool(32, factor * 64, pin=False)
-    pool.flat.random_(generator=torch.Generator().manual_seed(0))
-    handler = StagedCopyHandler(KVGeometry(kv_caches, pool, factor), to_host, HostStream(), staging_bytes)
-    device_ids = [9, 3, 5, 7, 1, 2]
-    places = [divmod(index % factor + i, factor) for i in range(len(device_ids))]
-    host_ids = [4, 8, 5][: places[-1][0] + 1]
-    device_spec = GPULoadStoreSpec(device_ids, [len(device_ids)], [index])
-    handler.transfer_async(1, (device_spec, CPULoadStoreSpec(host_ids))[:: 1 if to_host else -1])
-    assert handler.get_finished()[0].success
-    for row, (nth, place) in zip(device_ids, places, strict=True):
-        layers = torch.cat([tensor.tensor[row] for tensor in kv_caches.tensors])
-        assert torch.equal(pool.block(host_ids[nth])[64 * place :][:64], layers)
 
 
 def test_shutdown_fails_jobs_after_their_end(stalled):
