@@ -152,7 +152,9 @@ class NodeManager(LastLookUp, OffloadingManager):
         spec = prompt.held.load_spec(keys)
         # A second load at the same time releases nothing that the first one reads.
         if self.path_group is not None and req_context is not None and not prompt.num_loads:
-            prompt.use(self._link, req_context.positions, keys, spec.block_ids.astype("<i4").tobytes())
+            # The owner takes each slot once; a load may name a key twice.
+            loaded = dict(zip(keys, spec.block_ids.tolist(), strict=True))
+            prompt.use(self._link, req_context.positions, [*loaded], np.array([*loaded.values()], "<i4").tobytes())
         prompt.num_loads += 1
         self._counts["loaded_blocks"] += len(keys)
         self._counts["needed_blocks"] += len(keys)
