@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,20 @@ def test_check_storage_of_sglang(check, tmp_path, changes, message):
     assert message in text
 
 
+@contextmanager
+def serving(folder):
+    """Serve a node's pool in a thread, and remove it at the end."""
+    owner = Owner(folder, linger_s=None)
+    thread = threading.Thread(target=owner.run)
+    thread.start()
+    try:
+        yield owner
+    finally:
+        owner.stop()
+        thread.join()
+        shutil.rmtree(folder)
+
+
 def test_check_names_the_existing_node_pool(check, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     name = f"check-{os.getpid()}"
@@ -288,10 +303,7 @@ def test_check_names_the_existing_node_pool(check, monkeypatch):
     assert f"ok node pool one for all engines of this machine, {folder} " in text
     assert "64 MiB are needed below /dev/shm" in text
     assert "warning node pool xxhash has a random seed, and engines of a 'node_pool' must hash alike: set" in text
-    owner = Owner(node_folder(name), linger_s=None)
-    thread = threading.Thread(target=owner.run)
-    thread.start()
-    try:
+    with serving(node_folder(name)):
         assert f"{folder}; no engine has used it yet" in check(given)[1]
         identity = {"num_blocks": 31, "block_bytes": 2 << 20, "block_size": 16}
         engine = NodeManager(folder, greeting("a", identity, {"cache_policy": "lru"}), starts_owner=False)
@@ -301,12 +313,8 @@ def test_check_names_the_existing_node_pool(check, monkeypatch):
         given["kv_transfer_config"]["kv_connector_extra_config"]["cpu_bytes_to_use"] = "63MiB"
         assert "ok shared memory 1 MiB are needed below /dev/shm" in check(given)[1]
         engine.shutdown()
-    finally:
-        owner.stop()
-        thread.join()
         folder.chmod(0o755)
         assert f"folder {folder} is open to other users" in check(given)[1]
-        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("is_named", [False, True])
@@ -317,10 +325,7 @@ def test_check_accepts_every_engine_of_pool(check, tmp_path, is_named):
     name = f"disk-{os.getpid()}"
     given = vllm_with(options | {"node_pool": name if is_named else True})
     folder = node_folder(name)
-    owner = Owner(folder, linger_s=None)
-    thread = threading.Thread(target=owner.run)
-    thread.start()
-    try:
+    with serving(folder) as owner:
         identity = {"num_blocks": 32, "block_bytes": 2 << 20, "block_size": 16}
         engine = NodeManager(folder, greeting("a", identity, options), starts_owner=False, patience_s=10)
         for _ in range(2):
@@ -334,10 +339,6 @@ def test_check_accepts_every_engine_of_pool(check, tmp_path, is_named):
         assert status == 1
         assert ("error node pool tiers: the pool has" if is_named else "is in use by") in text
         engine.shutdown()
-    finally:
-        owner.stop()
-        thread.join()
-        shutil.rmtree(folder)
 
 
 def test_unused_share_is_warned_of(check, tmp_path):

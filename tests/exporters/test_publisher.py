@@ -8,7 +8,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -71,39 +73,33 @@ def split(key: bytes) -> tuple[bytes, int]:
     return (key[:-4], int.from_bytes(key[-4:], "big")) if len(key) > 4 else (key, 0)
 
 
-def plain_events(events: list[OffloadingEvent | None], block_size: int) -> list:
-    """Return the wire events in plain Python; the groups of one event are in ascending order."""
-    made: list = []
+def published_changes(events: Iterable[OffloadingEvent | None], block_size: int) -> Iterator[tuple[Any, Any]]:
+    """Yield the kind and the blocks of each event of a log; None clears all."""
     for event in events:
         if event is None:
-            made.append(AllBlocksCleared())
-            continue
-        groups: dict[int, list[bytes]] = {}
-        for one in event.keys:
-            block_hash, group_idx = split(one)
-            groups.setdefault(group_idx, []).append(block_hash)
-        medium = "CPU" if event.medium == "CPU" else "STORAGE"
-        for group_idx, hashes in sorted(groups.items()):
-            if event.removed:
-                made.append(BlockRemoved(hashes, medium, group_idx, "LOCAL"))
-            else:
-                made.append(
-                    BlockStored(hashes, None, [], block_size, None, medium, None, group_idx=group_idx, locality="LOCAL")
-                )
-    return made
+            yield AllBlocksCleared, ()
+        elif event.keys:
+            kind = (BlockRemoved, None) if event.removed else (BlockStored, block_size)
+            yield (*kind, "CPU" if event.medium == "CPU" else "STORAGE"), map(split, event.keys)
 
 
-def merged(events: list) -> list:
-    """Return the changes of each block, run by run: adjacent events that differ only in their blocks are merged."""
-    runs: list = []
+def sent_changes(events: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the kind and the blocks of each event of a message."""
     for event in events:
-        hashes = [] if isinstance(event, AllBlocksCleared) else event.block_hashes
-        rest = () if isinstance(event, AllBlocksCleared) else (event.medium, getattr(event, "block_size", None))
-        kind = (type(event), rest)
+        if isinstance(event, AllBlocksCleared):
+            yield AllBlocksCleared, ()
+        else:
+            blocks = [(block_hash, event.group_idx) for block_hash in event.block_hashes]
+            yield (type(event), getattr(event, "block_size", None), event.medium), blocks
+
+
+def merged(changes: Iterable[tuple[Any, Any]]) -> list[tuple[Any, set[Any]]]:
+    """Merge adjacent changes of one kind."""
+    runs: list[tuple[Any, set[Any]]] = []
+    for kind, blocks in changes:
         if not runs or runs[-1][0] != kind:
             runs.append((kind, set()))
-        if hashes:
-            runs[-1][1].update((block_hash, event.group_idx) for block_hash in hashes)
+        runs[-1][1].update(blocks)
     return runs
 
 
@@ -123,7 +119,6 @@ events = st.builds(
 @example([OffloadingEvent([b"%d" % i + bytes(4) for i in range(5_000)], 0, "CPU", True)], 0, 65_536)
 @example([OffloadingEvent([os.urandom(32) for _ in range(3000)], 0, "CPU", False)], 0, 2**32)
 def test_messages_equal_those_of_msgspec(published, rank, block_size):
-    expected = plain_events(published, block_size)
     with open_publisher(data_parallel_rank=rank) as publisher:
         source = Source(publisher, block_size)
         for event in published:
@@ -146,7 +141,7 @@ def test_messages_equal_those_of_msgspec(published, rank, block_size):
         assert batch.data_parallel_rank == rank
         sent += batch.events
     # A batch may split an event's keys; after merging, the events are equal.
-    assert merged(sent) == merged(expected)
+    assert merged(sent_changes(sent)) == merged(published_changes(published, block_size))
     assert all(len(event.block_hashes) <= MAX_BATCH_KEYS for event in sent if not isinstance(event, AllBlocksCleared))
 
 
