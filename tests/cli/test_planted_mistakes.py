@@ -95,7 +95,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (PLAIN, {"retention_share": 2}, "retention_share in extra_config"),
     (PLAIN, {"exporters": "status"}, "exporters in extra_config must be a list"),
     (PLAIN, {"exporters": ["grafana"]}, "unknown exporter 'grafana'"),
-    (PLAIN, {"exporters": [{"type": "prometheus", "port": 70_000}]}, "must be an int in 0..65535, got 70000"),
+    (PLAIN, {"exporters": [{"type": "prometheus", "port": 70_000}]}, "must be at most 65535, got 70000"),
     (PLAIN, {"exporters": [{"type": "prometheus", "port": "BUSY"}]}, "cannot be opened: Address already in use"),
     (PLAIN, {"exporters": ["status", "status"]}, "status is configured 2 times"),
     (PLAIN, {"exporters": [{"type": "status", "path": "TMP/file"}]}, "is no socket"),
