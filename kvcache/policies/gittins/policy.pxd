@@ -126,71 +126,23 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     @cython.final
     cdef Label _label_of(self, int32_t row, int32_t ghost) noexcept nogil
     @cython.final
-    cdef void _find_absent(
-        self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t* ghosts) noexcept nogil
-    @cython.final
-    cdef int64_t _lowest_value(self) noexcept nogil
-    @cython.final
-    cdef int32_t _group_to_join(self, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil
-    @cython.final
     cdef int32_t _join_group(self, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil
-    @cython.final
-    cdef RequestState* _state_of(self, RequestKeys request) noexcept nogil
-    @cython.final
-    cdef RequestState* _open_state(self, RequestKeys request) noexcept nogil
-    @cython.final
-    cdef void _see_prefix(self, RequestState* state, const int32_t* rows, Py_ssize_t n) noexcept nogil
-    @cython.final
-    cdef void _move_keys(
-        self, RequestKeys request, RequestState* state, const int32_t* rows, const uint64_t* hashes,
-        const int32_t* places, Py_ssize_t n, int32_t length) noexcept nogil
     @cython.final
     cdef void _use_keys(
         self, RequestKeys request, const int32_t* rows, const uint64_t* hashes, const int32_t* places, Py_ssize_t n,
         int32_t length) noexcept nogil
     @cython.final
-    cdef Label _leave(self, int32_t row, int32_t ghost, Leaving* leaving) noexcept nogil
-    @cython.final
     cdef void _join(self, Joining* joining, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil
-    @cython.final
-    cdef void _label_row(self, int32_t row, Label label, int64_t lowest) noexcept nogil
-    @cython.final
-    cdef int32_t _label_ghost(self, int32_t ghost, uint64_t hash, Label label) noexcept nogil
     @cython.final
     cdef void _take_up_hint(self, int32_t hint) noexcept nogil
     @cython.final
     cdef bint _is_last(self, RequestKeys request, int32_t place, bint is_last_of_call) noexcept nogil
     @cython.final
-    cdef int _num_widened(self) noexcept nogil
-    @cython.final
-    cdef void _count_hits(self, const Leaving* leaving) noexcept nogil
-    @cython.final
-    cdef void _read_time(self) noexcept nogil
-    @cython.final
     cdef int32_t _ghost_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil
-    @cython.final
-    cdef Py_ssize_t _without_holes(self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n) noexcept nogil
-    @cython.final
-    cdef Py_ssize_t _make_way(
-        self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_move, bint is_whole,
-        int32_t* victims) noexcept nogil
-    @cython.final
-    cdef Py_ssize_t _choose_queued(
-        self, RequestKeys names, Py_ssize_t n, bint is_whole, int32_t* victims) noexcept nogil
-    @cython.final
-    cdef Py_ssize_t _choose(
-        self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_whole, bint by_worth,
-        int32_t* victims) noexcept nogil
-    @cython.final
-    cdef int64_t _worth_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil
-    @cython.final
-    cdef void _evict(self, int32_t tail) noexcept nogil
     @cython.final
     cdef void _remember_rows(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
     @cython.final
     cdef bint _may_leave(self, RequestKeys names, int32_t row, bint is_whole) noexcept nogil
-    @cython.final
-    cdef void _detach_row(self, int32_t row) noexcept nogil
     @cython.final
     cdef int32_t _leave_parent(self, int32_t row) noexcept nogil
     @cython.final

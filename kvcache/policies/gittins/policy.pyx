@@ -197,37 +197,9 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             return self._place_of(row).label
         return self.memory.ghosts[ghost].state if ghost != 0 else 0
 
-    cdef void _find_absent(
-        self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t* ghosts
-    ) noexcept nogil:
-        """Write the ghost of each key that is not resident, or 0."""
-        cdef Py_ssize_t i
-        for i in range(n + AHEAD):
-            if i < n and rows[i] == 0:
-                prefetch_ghost(self.memory, hashes[i])
-            if i >= AHEAD:
-                ghosts[i - AHEAD] = self.memory.find(hashes[i - AHEAD]) if rows[i - AHEAD] == 0 else 0
-
-    cdef int64_t _lowest_value(self) noexcept nogil:
-        """Return the value of the least valuable cell that holds resident blocks, or -1."""
-        cdef int word
-        for word in range((self.values.num_ranked + 63) >> 6):
-            if self.aged.holders[word] != 0:
-                return self.values.value[self.values.ranked[(word << 6) + lowest_bit(self.aged.holders[word])]]
-        return -1
-
-    cdef int32_t _group_to_join(self, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil:
-        """Return the group of a class that a request may join."""
-        cdef const Group* last = &self.aged.groups[made.group]
-        if (made.group == 0 or last.serial != made.serial or last.num_known == 0
-                or self.aged.cohorts[last.cohort].bin != 0 or self.aged.cohorts[last.cohort].cls != cls):
-            made.group = self.aged.make_group(cls, length)
-            made.serial = self.aged.groups[made.group].serial
-        return made.group
-
     cdef int32_t _join_group(self, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil:
         """Return the group of a class that a request may join, and count one more key in it."""
-        cdef int32_t group = self._group_to_join(made, cls, length)
+        cdef int32_t group = _group_to_join(self, made, cls, length)
         add_known(self.aged, group, 1)
         return group
 
@@ -244,124 +216,23 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         """Count one use of `n` keys of a request of `length` keys."""
         cdef RequestState* state
         self._trim()
-        self._read_time()
-        state = self._open_state(request)
+        _read_time(self)
+        state = _open_state(self, request)
         self.aged.age()
         if request.next_use >= self.values.num_hints:
             self._take_up_hint(request.next_use)
-        self._find_absent(rows, hashes, n, self.found)
-        self._see_prefix(state, rows, n)
-        self._move_keys(request, state, rows, hashes, places, n, length)
-
-    cdef inline RequestState* _state_of(self, RequestKeys request) noexcept nogil:
-        return <RequestState*> request.policy_state
-
-    cdef RequestState* _open_state(self, RequestKeys request) noexcept nogil:
-        """Return the state of a request. Its first use counts as a touch."""
-        cdef RequestState* state = self._state_of(request)
-        if state.era != self.era:
-            memset(state, 0, sizeof(RequestState))
-            state.era = self.era
-            state.all_known = True
-            self.touches += 1
-            if self.touches % TOUCHES_PER_TABLE == 0:
-                self.values.rebuild()
-                self.aged.mark_holders()
-        return state
-
-    cdef void _see_prefix(self, RequestState* state, const int32_t* rows, Py_ssize_t n) noexcept nogil:
-        """Decide whether the request continues an older one: it begins with all keys of that, but for one at most."""
-        cdef Py_ssize_t i = 0
-        cdef int32_t group
-        if not state.all_known:
-            return
-        while i < n and self._label_of(rows[i], self.found[i]) != 0:
-            i += 1
-        state.all_known = i == n
-        state.num_leading += <int32_t> i
-        if i > 0 and not state.continues:
-            group = group_in(self._label_of(rows[i - 1], self.found[i - 1]))
-            state.continues = state.num_leading + 1 >= self.aged.groups[group].length
-
-    cdef void _move_keys(
-        self, RequestKeys request, RequestState* state, const int32_t* rows, const uint64_t* hashes,
-        const int32_t* places, Py_ssize_t n, int32_t length
-    ) noexcept nogil:
-        """Move each key from its group to the request's group of its class."""
-        cdef Py_ssize_t i
-        cdef int32_t cls
-        cdef int sharing, num_widened = 0 if state.continues else self._num_widened()
-        cdef bint splits = self.values.splits_shared and request.next_use == 0
-        cdef int64_t lowest = self._lowest_value() if self.queue.first != 0 else 0
-        cdef Leaving leaving
-        cdef Joining joining
-        cdef MadeGroup[NUM_SHARED] shared
-        cdef Label label
-        # A key leaves before it joins: the last key to leave frees its group, and the next key may get a new one.
-        memset(&leaving, 0, sizeof(leaving))
-        memset(&joining, 0, sizeof(joining))
-        memset(shared, 0, sizeof(shared))
-        for i in range(n):
-            label = self._leave(rows[i], self.found[i], &leaving)
-            sharing = sharing_in(label)
-            sharing += label != 0 and sharing < num_widened
-            if splits and sharing > 0:
-                cls = (sharing - 1) >> 2
-                self._join(&joining, &shared[cls], FIRST_SHARED + cls, length)
-            else:
-                cls = 4 * state.continues + 2 * (not self._is_last(request, places[i], i == n - 1)) + (label != 0)
-                self._join(&joining, &state.groups[cls], request.next_use * CLASSES_PER_HINT + cls, length)
-            label = joining.group | sharing << SHARING_SHIFT
-            if rows[i] != 0:
-                self._label_row(rows[i], label, lowest)
-            else:
-                request.uses[places[i]].note = self._label_ghost(self.found[i], hashes[i], label)
-        add_known(self.aged, joining.group, joining.num_keys)
-        self._count_hits(&leaving)
-
-    cdef inline Label _leave(self, int32_t row, int32_t ghost, Leaving* leaving) noexcept nogil:
-        """Take a used key out of its group, and return its label, or 0 if it is unknown."""
-        cdef Label label = self._label_of(row, ghost)
-        # A queued row is not linked in its group. It stays where it is, for now.
-        if row != 0 and self.table.rows[row].list_idx == GROUPED:
-            self._unlink(row)
-        if label != 0:
-            if group_in(label) != leaving.group:
-                self._count_hits(leaving)
-                leaving.group = group_in(label)
-                leaving.num_keys = leaving.num_shared = 0
-            leaving.num_keys += 1
-            leaving.num_shared += sharing_in(label) >= WIDELY_SHARED
-        return label
+        _find_absent(self, rows, hashes, n, self.found)
+        _see_prefix(self, state, rows, n)
+        _move_keys(self, request, state, rows, hashes, places, n, length)
 
     cdef inline void _join(self, Joining* joining, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil:
         """Let one more key join the request's group of a class, which becomes `joining.group`."""
         if joining.group == 0 or joining.cls != cls:
             add_known(self.aged, joining.group, joining.num_keys)
-            joining.group = self._group_to_join(made, cls, length)
+            joining.group = _group_to_join(self, made, cls, length)
             joining.cls = cls
             joining.num_keys = 0
         joining.num_keys += 1
-
-    cdef inline void _label_row(self, int32_t row, Label label, int64_t lowest) noexcept nogil:
-        """Append a used row to its new group. A queued row leaves the queue if it is worth more than `lowest`."""
-        if self.table.rows[row].list_idx == GROUPED:
-            self._append(label, row, GROUPED)
-        elif self.values.value[class_of(self.aged, group_in(label)) * NUM_BINS] > lowest:
-            self._unlink(row)
-            self._append(label, row, GROUPED)
-            count_rows(self.table, QUEUED, -1)
-            count_rows(self.table, GROUPED, 1)
-        else:
-            self._place_of(row).label = label
-
-    cdef inline int32_t _label_ghost(self, int32_t ghost, uint64_t hash, Label label) noexcept nogil:
-        """Move a used key that is not resident to the end of the memory, and return its ghost."""
-        if ghost == 0:
-            return self._remember(hash, label)
-        self.memory.refresh(ghost)
-        self.memory.ghosts[ghost].state = label
-        return ghost
 
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil:
         """Unused: `BlockCache` creates a request for each call without one."""
@@ -378,7 +249,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef Label label
         cdef MadeGroup[CLASSES_PER_HINT] made
         memset(made, 0, sizeof(made))
-        self._read_time()
+        _read_time(self)
         if next_use >= self.values.num_hints:
             self._take_up_hint(next_use)
         for i in range(n):
@@ -415,40 +286,18 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             return is_last_of_call
         return request.uses[place].is_positioned and request.uses[place].position == request.largest_position
 
-    cdef inline int _num_widened(self) noexcept nogil:
-        """Return the sharing below which this use raises it: sharing n with probability 1 / 2**((n + 1) // 2)."""
-        cdef uint32_t draw = <uint32_t> (self.touches * <uint64_t> 2654435761)
-        return min(MOST_SHARING, 2 * (32 - bit_length(draw)) + 1)
-
-    cdef inline void _count_hits(self, const Leaving* leaving) noexcept nogil:
-        """Count the uses of a run of keys, which leave their group."""
-        cdef const Cohort* cohort
-        if leaving.num_keys != 0:
-            cohort = &self.aged.cohorts[self.aged.groups[leaving.group].cohort]
-            count_hits(self.values, cohort.cls, cohort.bin, leaving.num_keys, leaving.num_shared)
-            leave_group(self.aged, leaving.group, leaving.num_keys)
-
-    cdef void _read_time(self) noexcept nogil:
-        cdef int64_t now_ms = self.now_ns // 1_000_000
-        cdef int64_t now
-        if self.start_ms < 0:
-            self.start_ms = now_ms
-        now = (now_ms - self.start_ms) >> TICK_SHIFT
-        if now > self.aged.now:
-            self.aged.now = <int32_t> now
-
     cdef Py_ssize_t on_offer(
         self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n, Py_ssize_t num_offered, Py_ssize_t last_place,
         int32_t* victims, Py_ssize_t* num_victims
     ) noexcept nogil:
         cdef Py_ssize_t i, got, num_free = self.table.num_free, num_taken
         cdef int32_t ghost, cls, length
-        cdef bint is_whole, is_move = self.stores_all and self._state_of(names).era != self.era
+        cdef bint is_whole, is_move = self.stores_all and _state_of(self, names).era != self.era
         cdef MadeGroup[CLASSES_PER_HINT] made
         num_victims[0] = 0
         # Without a tier, a block behind a declined one cannot be hit.
         if not self.stores_all:
-            n = self._without_holes(names, places, n)
+            n = _without_holes(self, names, places, n)
         length = <int32_t> (names.num_positions if names.num_positions else num_offered)
         if names.next_use >= self.values.num_hints:
             self._take_up_hint(names.next_use)
@@ -466,13 +315,13 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         if n > num_free:
             is_whole = names.num_named == num_offered
             if self.stores_all:
-                num_victims[0] = self._make_way(names, places + num_free, n - num_free, is_move, is_whole, victims)
+                num_victims[0] = _make_way(self, names, places + num_free, n - num_free, is_move, is_whole, victims)
             else:
                 # Blocks that earlier calls queued for a tier leave first.
-                got = self._choose_queued(names, n - num_free, is_whole, victims)
+                got = _choose_queued(self, names, n - num_free, is_whole, victims)
                 if got < n - num_free:
-                    got += self._choose(
-                        names, places + num_free + got, n - num_free - got, is_whole, True, victims + got)
+                    got += _choose(
+                        self, names, places + num_free + got, n - num_free - got, is_whole, True, victims + got)
                 num_victims[0] = got
             num_taken = num_free + num_victims[0]
             self._remember_rows(victims, num_victims[0])
@@ -486,122 +335,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         if self.memory.holds(ghost, names.named[place].hash):
             return ghost
         return self.memory.find(names.named[place].hash)
-
-    cdef Py_ssize_t _without_holes(
-        self, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n
-    ) noexcept nogil:
-        """Return the number of keys before the first whose predecessor is neither resident nor among them."""
-        cdef Py_ssize_t i, num_taken = n
-        cdef int32_t before
-        for i in range(n):
-            before = names.uses[places[i]].before - 1
-            if before >= 0 and not names.uses[before].is_taken and names.row_now(self.table, before) == 0:
-                num_taken = i
-                break
-            names.uses[places[i]].is_taken = True
-        for i in range(num_taken):
-            names.uses[places[i]].is_taken = False
-        return num_taken
-
-    cdef Py_ssize_t _make_way(
-        self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_move, bint is_whole, int32_t* victims
-    ) noexcept nogil:
-        """Select up to `n` victims, whatever the values of the waiting keys. Return their number.
-
-        Keys worth more than a grouped block replace it. The other keys are queued, as are all keys of a move.
-        """
-        cdef Py_ssize_t share = max(1, self.table.cache_capacity // QUEUED_SHARE)
-        cdef Py_ssize_t num_over = self.table.num_in_list[QUEUED] - share
-        cdef Py_ssize_t got = self._choose_queued(names, min(n, num_over), is_whole, victims)
-        if not is_move:
-            if got < n:
-                got += self._choose(names, waiting + got, n - got, is_whole, True, victims + got)
-            self.num_grouped += got - n
-        num_over = self.table.num_in_list[QUEUED] + n - got - share
-        got += self._choose_queued(names, min(n - got, num_over), is_whole, victims + got)
-        if got < n:
-            got += self._choose(names, waiting, n - got, is_whole, False, victims + got)
-        return got + self._choose_queued(names, n - got, is_whole, victims + got)
-
-    cdef Py_ssize_t _choose_queued(
-        self, RequestKeys names, Py_ssize_t n, bint is_whole, int32_t* victims
-    ) noexcept nogil:
-        """Select up to `n` queued victims, oldest first. Return their number."""
-        cdef Py_ssize_t got = 0
-        cdef int32_t row, next = self.queue.first
-        while next != 0 and got < n:
-            row = next
-            next = self.table.rows[row].next
-            if self._may_leave(names, row, is_whole):
-                self._evict(row)
-                victims[got] = row
-                got += 1
-        return got
-
-    cdef Py_ssize_t _choose(
-        self, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_whole, bint by_worth,
-        int32_t* victims
-    ) noexcept nogil:
-        """Select up to `n` grouped victims. `by_worth`: each is worth less than the waiting key that replaces it.
-
-        Return their number. `is_whole`: the call names all keys of the request, and the resident ones are marked.
-        """
-        cdef Py_ssize_t got = 0, got_before = -1
-        cdef int word, num_left = MOST_PASSED
-        cdef uint64_t bits
-        cdef int32_t cell, cohort, group, next_cohort, next, tail
-        cdef int64_t worth = self._worth_of(names, waiting[0]) if by_worth else INT64_MAX
-        cdef int64_t value
-        # Evictions change which groups come next: walk again until a walk evicts nothing.
-        while got > got_before:
-            got_before = got
-            for word in range((self.values.num_ranked + 63) >> 6):
-                bits = self.aged.holders[word]
-                while bits != 0:
-                    cell = self.values.ranked[(word << 6) + lowest_bit(bits)]
-                    bits &= bits - 1
-                    value = self.values.value[cell]
-                    if worth <= value:
-                        return got
-                    next_cohort = self.aged.queues[HOLDERS][cell].first
-                    while next_cohort != 0:
-                        cohort = next_cohort
-                        next_cohort = self.aged.cohorts[cohort].next[HOLDERS]
-                        next = self.aged.cohorts[cohort].groups[HOLDERS].first
-                        while next != 0:
-                            group = next
-                            next = self.aged.groups[group].next[HOLDERS]
-                            tail = self.aged.groups[group].tail
-                            while tail != 0 and self._may_leave(names, tail, is_whole):
-                                if worth <= value:
-                                    return got
-                                self._evict(tail)
-                                victims[got] = tail
-                                got += 1
-                                if got == n:
-                                    return got
-                                if by_worth:
-                                    worth = self._worth_of(names, waiting[got])
-                                tail = self.aged.groups[group].tail
-                            if tail != 0:
-                                num_left -= 1
-                                self.num_passed += 1
-                                if num_left == 0:
-                                    return got
-        return got
-
-    cdef inline int64_t _worth_of(self, RequestKeys names, Py_ssize_t place) noexcept nogil:
-        cdef int32_t group = group_in(self.memory.ghosts[names.uses[place].note].state)
-        return self.values.value[class_of(self.aged, group) * NUM_BINS]
-
-    cdef inline void _evict(self, int32_t tail) noexcept nogil:
-        """Remove a victim from its group, and prefetch data for the next victim and for the release."""
-        prefetch(&self.members[self.table.rows[tail].prev])
-        # Keys of a prompt are mostly in consecutive rows.
-        prefetch(&self.table.rows[max(tail - 5, 0)])
-        prefetch(&self.members[max(tail - 8, 0)])
-        prefetch(self.table.rows[tail].key)
-        self._detach_row(tail)
 
     cdef void _remember_rows(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         """Append keys to the memory, in the given order. Their rows have left their groups."""
@@ -624,12 +357,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             return True
         place = names.locate(self.table.rows[row].key, self.table.rows[row].hash)
         return place < 0 or names.named[place].seen == 0
-
-    cdef inline void _detach_row(self, int32_t row) noexcept nogil:
-        """Remove a row from its group and its parent. Its key stays known."""
-        count_rows(self.table, self.table.rows[row].list_idx, -1)
-        self._unlink(row)
-        self._leave_parent(row)
 
     cdef int32_t _leave_parent(self, int32_t row) noexcept nogil:
         """Remove a child from its parent, if the parent is resident. Return the parent's row, or 0."""
@@ -720,14 +447,14 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         cdef int32_t row
         if priority != NORMAL:
             return 0
-        got = self._choose(None, NULL, n, True, False, out)
+        got = _choose(self, None, NULL, n, True, False, out)
         for i in range(got):
             self.table.rows[out[i]].mark = self.table.mark
         for row in range(self.table.first, self.table.first + self.table.num_fresh):
             if got == n:
                 break
             if self.table.rows[row].key != NULL and may_leave(self.table, row):
-                self._evict(row)
+                _evict(self, row)
                 out[got] = row
                 got += 1
         self._remember_rows(out, got)
@@ -791,6 +518,300 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     cdef Py_ssize_t _check_unlisted(self, dict known, dict kids) except -1:
         """Check the rows that are in no group's list, and return their number."""
         return 0
+
+
+cdef void _find_absent(
+    GittinsCachePolicy policy, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t* ghosts
+) noexcept nogil:
+    """Write the ghost of each key that is not resident, or 0."""
+    cdef Py_ssize_t i
+    for i in range(n + AHEAD):
+        if i < n and rows[i] == 0:
+            prefetch_ghost(policy.memory, hashes[i])
+        if i >= AHEAD:
+            ghosts[i - AHEAD] = policy.memory.find(hashes[i - AHEAD]) if rows[i - AHEAD] == 0 else 0
+
+
+cdef int64_t _lowest_value(GittinsCachePolicy policy) noexcept nogil:
+    """Return the value of the least valuable cell that holds resident blocks, or -1."""
+    cdef int word
+    for word in range((policy.values.num_ranked + 63) >> 6):
+        if policy.aged.holders[word] != 0:
+            return policy.values.value[policy.values.ranked[(word << 6) + lowest_bit(policy.aged.holders[word])]]
+    return -1
+
+
+cdef int32_t _group_to_join(GittinsCachePolicy policy, MadeGroup* made, int32_t cls, int32_t length) noexcept nogil:
+    """Return the group of a class that a request may join."""
+    cdef const Group* last = &policy.aged.groups[made.group]
+    if (made.group == 0 or last.serial != made.serial or last.num_known == 0
+            or policy.aged.cohorts[last.cohort].bin != 0 or policy.aged.cohorts[last.cohort].cls != cls):
+        made.group = policy.aged.make_group(cls, length)
+        made.serial = policy.aged.groups[made.group].serial
+    return made.group
+
+
+cdef inline RequestState* _state_of(GittinsCachePolicy policy, RequestKeys request) noexcept nogil:
+    return <RequestState*> request.policy_state
+
+
+cdef RequestState* _open_state(GittinsCachePolicy policy, RequestKeys request) noexcept nogil:
+    """Return the state of a request. Its first use counts as a touch."""
+    cdef RequestState* state = _state_of(policy, request)
+    if state.era != policy.era:
+        memset(state, 0, sizeof(RequestState))
+        state.era = policy.era
+        state.all_known = True
+        policy.touches += 1
+        if policy.touches % TOUCHES_PER_TABLE == 0:
+            policy.values.rebuild()
+            policy.aged.mark_holders()
+    return state
+
+
+cdef void _see_prefix(GittinsCachePolicy policy, RequestState* state, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+    """Decide whether the request continues an older one: it begins with all keys of that, but for one at most."""
+    cdef Py_ssize_t i = 0
+    cdef int32_t group
+    if not state.all_known:
+        return
+    while i < n and policy._label_of(rows[i], policy.found[i]) != 0:
+        i += 1
+    state.all_known = i == n
+    state.num_leading += <int32_t> i
+    if i > 0 and not state.continues:
+        group = group_in(policy._label_of(rows[i - 1], policy.found[i - 1]))
+        state.continues = state.num_leading + 1 >= policy.aged.groups[group].length
+
+
+cdef void _move_keys(
+    GittinsCachePolicy policy, RequestKeys request, RequestState* state, const int32_t* rows, const uint64_t* hashes,
+    const int32_t* places, Py_ssize_t n, int32_t length
+) noexcept nogil:
+    """Move each key from its group to the request's group of its class."""
+    cdef Py_ssize_t i
+    cdef int32_t cls
+    cdef int sharing, num_widened = 0 if state.continues else _num_widened(policy)
+    cdef bint splits = policy.values.splits_shared and request.next_use == 0
+    cdef int64_t lowest = _lowest_value(policy) if policy.queue.first != 0 else 0
+    cdef Leaving leaving
+    cdef Joining joining
+    cdef MadeGroup[NUM_SHARED] shared
+    cdef Label label
+    # A key leaves before it joins: the last key to leave frees its group, and the next key may get a new one.
+    memset(&leaving, 0, sizeof(leaving))
+    memset(&joining, 0, sizeof(joining))
+    memset(shared, 0, sizeof(shared))
+    for i in range(n):
+        label = _leave(policy, rows[i], policy.found[i], &leaving)
+        sharing = sharing_in(label)
+        sharing += label != 0 and sharing < num_widened
+        if splits and sharing > 0:
+            cls = (sharing - 1) >> 2
+            policy._join(&joining, &shared[cls], FIRST_SHARED + cls, length)
+        else:
+            cls = 4 * state.continues + 2 * (not policy._is_last(request, places[i], i == n - 1)) + (label != 0)
+            policy._join(&joining, &state.groups[cls], request.next_use * CLASSES_PER_HINT + cls, length)
+        label = joining.group | sharing << SHARING_SHIFT
+        if rows[i] != 0:
+            _label_row(policy, rows[i], label, lowest)
+        else:
+            request.uses[places[i]].note = _label_ghost(policy, policy.found[i], hashes[i], label)
+    add_known(policy.aged, joining.group, joining.num_keys)
+    _count_hits(policy, &leaving)
+
+
+cdef inline Label _leave(GittinsCachePolicy policy, int32_t row, int32_t ghost, Leaving* leaving) noexcept nogil:
+    """Take a used key out of its group, and return its label, or 0 if it is unknown."""
+    cdef Label label = policy._label_of(row, ghost)
+    # A queued row is not linked in its group. It stays where it is, for now.
+    if row != 0 and policy.table.rows[row].list_idx == GROUPED:
+        policy._unlink(row)
+    if label != 0:
+        if group_in(label) != leaving.group:
+            _count_hits(policy, leaving)
+            leaving.group = group_in(label)
+            leaving.num_keys = leaving.num_shared = 0
+        leaving.num_keys += 1
+        leaving.num_shared += sharing_in(label) >= WIDELY_SHARED
+    return label
+
+
+cdef inline void _label_row(GittinsCachePolicy policy, int32_t row, Label label, int64_t lowest) noexcept nogil:
+    """Append a used row to its new group. A queued row leaves the queue if it is worth more than `lowest`."""
+    if policy.table.rows[row].list_idx == GROUPED:
+        policy._append(label, row, GROUPED)
+    elif policy.values.value[class_of(policy.aged, group_in(label)) * NUM_BINS] > lowest:
+        policy._unlink(row)
+        policy._append(label, row, GROUPED)
+        count_rows(policy.table, QUEUED, -1)
+        count_rows(policy.table, GROUPED, 1)
+    else:
+        policy._place_of(row).label = label
+
+
+cdef inline int32_t _label_ghost(GittinsCachePolicy policy, int32_t ghost, uint64_t hash, Label label) noexcept nogil:
+    """Move a used key that is not resident to the end of the memory, and return its ghost."""
+    if ghost == 0:
+        return policy._remember(hash, label)
+    policy.memory.refresh(ghost)
+    policy.memory.ghosts[ghost].state = label
+    return ghost
+
+
+cdef inline int _num_widened(GittinsCachePolicy policy) noexcept nogil:
+    """Return the sharing below which this use raises it: sharing n with probability 1 / 2**((n + 1) // 2)."""
+    cdef uint32_t draw = <uint32_t> (policy.touches * <uint64_t> 2654435761)
+    return min(MOST_SHARING, 2 * (32 - bit_length(draw)) + 1)
+
+
+cdef inline void _count_hits(GittinsCachePolicy policy, const Leaving* leaving) noexcept nogil:
+    """Count the uses of a run of keys, which leave their group."""
+    cdef const Cohort* cohort
+    if leaving.num_keys != 0:
+        cohort = &policy.aged.cohorts[policy.aged.groups[leaving.group].cohort]
+        count_hits(policy.values, cohort.cls, cohort.bin, leaving.num_keys, leaving.num_shared)
+        leave_group(policy.aged, leaving.group, leaving.num_keys)
+
+
+cdef void _read_time(GittinsCachePolicy policy) noexcept nogil:
+    cdef int64_t now_ms = policy.now_ns // 1_000_000
+    cdef int64_t now
+    if policy.start_ms < 0:
+        policy.start_ms = now_ms
+    now = (now_ms - policy.start_ms) >> TICK_SHIFT
+    if now > policy.aged.now:
+        policy.aged.now = <int32_t> now
+
+
+cdef Py_ssize_t _without_holes(
+    GittinsCachePolicy policy, RequestKeys names, const Py_ssize_t* places, Py_ssize_t n
+) noexcept nogil:
+    """Return the number of keys before the first whose predecessor is neither resident nor among them."""
+    cdef Py_ssize_t i, num_taken = n
+    cdef int32_t before
+    for i in range(n):
+        before = names.uses[places[i]].before - 1
+        if before >= 0 and not names.uses[before].is_taken and names.row_now(policy.table, before) == 0:
+            num_taken = i
+            break
+        names.uses[places[i]].is_taken = True
+    for i in range(num_taken):
+        names.uses[places[i]].is_taken = False
+    return num_taken
+
+
+cdef Py_ssize_t _make_way(
+    GittinsCachePolicy policy, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_move, bint is_whole,
+    int32_t* victims
+) noexcept nogil:
+    """Select up to `n` victims, whatever the values of the waiting keys. Return their number.
+
+    Keys worth more than a grouped block replace it. The other keys are queued, as are all keys of a move.
+    """
+    cdef Py_ssize_t share = max(1, policy.table.cache_capacity // QUEUED_SHARE)
+    cdef Py_ssize_t num_over = policy.table.num_in_list[QUEUED] - share
+    cdef Py_ssize_t got = _choose_queued(policy, names, min(n, num_over), is_whole, victims)
+    if not is_move:
+        if got < n:
+            got += _choose(policy, names, waiting + got, n - got, is_whole, True, victims + got)
+        policy.num_grouped += got - n
+    num_over = policy.table.num_in_list[QUEUED] + n - got - share
+    got += _choose_queued(policy, names, min(n - got, num_over), is_whole, victims + got)
+    if got < n:
+        got += _choose(policy, names, waiting, n - got, is_whole, False, victims + got)
+    return got + _choose_queued(policy, names, n - got, is_whole, victims + got)
+
+
+cdef Py_ssize_t _choose_queued(
+    GittinsCachePolicy policy, RequestKeys names, Py_ssize_t n, bint is_whole, int32_t* victims
+) noexcept nogil:
+    """Select up to `n` queued victims, oldest first. Return their number."""
+    cdef Py_ssize_t got = 0
+    cdef int32_t row, next = policy.queue.first
+    while next != 0 and got < n:
+        row = next
+        next = policy.table.rows[row].next
+        if policy._may_leave(names, row, is_whole):
+            _evict(policy, row)
+            victims[got] = row
+            got += 1
+    return got
+
+
+cdef Py_ssize_t _choose(
+    GittinsCachePolicy policy, RequestKeys names, const Py_ssize_t* waiting, Py_ssize_t n, bint is_whole, bint by_worth,
+    int32_t* victims
+) noexcept nogil:
+    """Select up to `n` grouped victims. `by_worth`: each is worth less than the waiting key that replaces it.
+
+    Return their number. `is_whole`: the call names all keys of the request, and the resident ones are marked.
+    """
+    cdef Py_ssize_t got = 0, got_before = -1
+    cdef int word, num_left = MOST_PASSED
+    cdef uint64_t bits
+    cdef int32_t cell, cohort, group, next_cohort, next, tail
+    cdef int64_t worth = _worth_of(policy, names, waiting[0]) if by_worth else INT64_MAX
+    cdef int64_t value
+    # Evictions change which groups come next: walk again until a walk evicts nothing.
+    while got > got_before:
+        got_before = got
+        for word in range((policy.values.num_ranked + 63) >> 6):
+            bits = policy.aged.holders[word]
+            while bits != 0:
+                cell = policy.values.ranked[(word << 6) + lowest_bit(bits)]
+                bits &= bits - 1
+                value = policy.values.value[cell]
+                if worth <= value:
+                    return got
+                next_cohort = policy.aged.queues[HOLDERS][cell].first
+                while next_cohort != 0:
+                    cohort = next_cohort
+                    next_cohort = policy.aged.cohorts[cohort].next[HOLDERS]
+                    next = policy.aged.cohorts[cohort].groups[HOLDERS].first
+                    while next != 0:
+                        group = next
+                        next = policy.aged.groups[group].next[HOLDERS]
+                        tail = policy.aged.groups[group].tail
+                        while tail != 0 and policy._may_leave(names, tail, is_whole):
+                            if worth <= value:
+                                return got
+                            _evict(policy, tail)
+                            victims[got] = tail
+                            got += 1
+                            if got == n:
+                                return got
+                            if by_worth:
+                                worth = _worth_of(policy, names, waiting[got])
+                            tail = policy.aged.groups[group].tail
+                        if tail != 0:
+                            num_left -= 1
+                            policy.num_passed += 1
+                            if num_left == 0:
+                                return got
+    return got
+
+
+cdef inline int64_t _worth_of(GittinsCachePolicy policy, RequestKeys names, Py_ssize_t place) noexcept nogil:
+    cdef int32_t group = group_in(policy.memory.ghosts[names.uses[place].note].state)
+    return policy.values.value[class_of(policy.aged, group) * NUM_BINS]
+
+
+cdef inline void _evict(GittinsCachePolicy policy, int32_t tail) noexcept nogil:
+    """Remove a victim from its group, and prefetch data for the next victim and for the release."""
+    prefetch(&policy.members[policy.table.rows[tail].prev])
+    # Keys of a prompt are mostly in consecutive rows.
+    prefetch(&policy.table.rows[max(tail - 5, 0)])
+    prefetch(&policy.members[max(tail - 8, 0)])
+    prefetch(policy.table.rows[tail].key)
+    _detach_row(policy, tail)
+
+
+cdef inline void _detach_row(GittinsCachePolicy policy, int32_t row) noexcept nogil:
+    """Remove a row from its group and its parent. Its key stays known."""
+    count_rows(policy.table, policy.table.rows[row].list_idx, -1)
+    policy._unlink(row)
+    policy._leave_parent(row)
 
 
 CachePolicy.register(GittinsCachePolicy)
