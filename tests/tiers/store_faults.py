@@ -53,10 +53,11 @@ def fill(block, key):
 class Traffic:
     """A scheduler over one tier; it counts blocks with wrong bytes, and requests that waited after their deadline."""
 
-    def __init__(self, tier, host, seed=0, max_failures=3):
+    def __init__(self, tier, host, seed=0, deadline_s=DEADLINE_S, pause_s=PAUSE_S, max_failures=3):
         self.host = host
-        rule = TierConfig(deadline_s=DEADLINE_S, pause_s=PAUSE_S, max_store_blocks=24, max_failures=max_failures)
-        self.manager = TieredOffloadingManager(16, len(host), [(tier, rule)], deadline_s=DEADLINE_S)
+        rule = TierConfig(deadline_s=deadline_s, pause_s=pause_s, max_store_blocks=24, max_failures=max_failures)
+        self.manager = TieredOffloadingManager(16, len(host), [(tier, rule)], deadline_s=deadline_s)
+        self._deadline_s = deadline_s
         self.num_wrong = self.num_late = self.num_answers = 0
         self._num_chains = _NUM_CHAINS
         self._dice = random.Random(seed)
@@ -127,7 +128,7 @@ class Traffic:
             # What began to wait before `late_s` less the deadline must have its answer by now.
             self.num_late += late_s > 0 and asked_s >= late_s
             if not late_s:
-                self._asking[self._asking.index(request)] = (context, keys, time.monotonic() + DEADLINE_S)
+                self._asking[self._asking.index(request)] = (context, keys, time.monotonic() + self._deadline_s)
             return
         self._asking.remove(request)
         self.num_answers += 1
