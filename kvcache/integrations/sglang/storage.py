@@ -29,6 +29,8 @@ from kvcache.tiering.store import KeyedStore
 from kvcache.tiers.base.log_limiter import LogLimiter
 
 _LOG = logging.getLogger(__name__)
+# In a class with a method `set`, mypy takes `set[int]` for the method.
+Lengths = set[int]
 T = TypeVar("T")
 _KV, _MAMBA = "kv", "mamba"
 
@@ -298,7 +300,7 @@ class KVCacheStorage(HiCacheStorage):
         otherwise = len(keys) if self._is_index_only(name) else 0
         return self._guarded(name, lambda store: store.num_held([_key(key) for key in keys]), otherwise)
 
-    def _trailing(self, name: str, keys: list[str], num_trailing: int) -> set[int]:
+    def _trailing(self, name: str, keys: list[str], num_trailing: int) -> Lengths:
         """Return the lengths of the prefixes of `keys` whose last `num_trailing` pages are held."""
         otherwise = [self._is_index_only(name)] * len(keys)
         is_held = self._guarded(name, lambda store: store.exists([_key(key) for key in keys]), otherwise)
