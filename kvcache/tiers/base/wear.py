@@ -194,7 +194,10 @@ class Wear:
             self._num_written *= DAY_S / self._observed_s
             self._observed_s = DAY_S
         if self.is_limited:
-            self._num_left = min(self.per_day, self._num_left + self._growth(elapsed_s))
+            num_left, self._num_left = self._num_left, min(self.per_day, self._num_left + self._growth(elapsed_s))
+            if self._is_kept:
+                # After a kill, the next process adds the growth since the record.
+                self._num_kept += self._num_left - num_left
 
 
 RECORD_BYTES = _RECORD.size + 4
