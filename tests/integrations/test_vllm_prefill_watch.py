@@ -1,19 +1,21 @@
-"""The rate of prefill is that of the steps in which prompts were computed, in both orders of calls."""
+"""The rate of prefill is that of the steps in which prompts were computed, and of no others, in any order of calls."""
 
 import pytest
 
 from kvcache.integrations.vllm.prefill_watch import PrefillWatch
 
-# Whether blocks are offered before the call that ends a step.
-orders = pytest.mark.parametrize("offers_first", [True, False])
+# Whether blocks are offered before the call that ends a step, and what the watch expects.
+orders = pytest.mark.parametrize(
+    ("offers_first", "expects_first"), [(True, True), (True, False), (False, True), (False, False)]
+)
 
 
 class Steps:
     """Steps of an engine that makes its calls in one order; `num_ahead` steps are scheduled before one is computed."""
 
-    def __init__(self, offers_first, num_ahead=0):
+    def __init__(self, offers_first, expects_first, num_ahead=0):
         self.reports = []
-        self.watch = PrefillWatch(16, lambda parts, seconds: self.reports.append((parts, seconds)), offers_first)
+        self.watch = PrefillWatch(16, lambda parts, seconds: self.reports.append((parts, seconds)), expects_first)
         self.offers_first = offers_first
         self.num_ahead = num_ahead
         self.num_running = 0
@@ -35,8 +37,8 @@ class Steps:
 
 
 @orders
-def test_prompt_steps_are_reported_together(offers_first):
-    engine = Steps(offers_first)
+def test_prompt_steps_are_reported_together(offers_first, expects_first):
+    engine = Steps(offers_first, expects_first)
     watch = engine.watch
     watch.on_lookup("a", 16)
     watch.on_lookup("a", 32)
@@ -53,8 +55,8 @@ def test_prompt_steps_are_reported_together(offers_first):
 
 
 @orders
-def test_one_step_prompts_give_its_speed(offers_first):
-    engine = Steps(offers_first)
+def test_one_step_prompts_give_its_speed(offers_first, expects_first):
+    engine = Steps(offers_first, expects_first)
     for number in range(5):
         engine.watch.on_lookup(number, 16)
         now_s = 100.0 * number
@@ -64,9 +66,9 @@ def test_one_step_prompts_give_its_speed(offers_first):
     assert engine.reports == [([(0, 1024)], 1.0)] * 5
 
 
-@orders
+@pytest.mark.parametrize("offers_first", [True, False])
 def test_step_scheduled_ahead_is_timed_alone(offers_first):
-    engine = Steps(offers_first, num_ahead=1)
+    engine = Steps(offers_first, offers_first, num_ahead=1)
     engine.watch.on_lookup("a", 16)
     engine.step(0.0, [("a", range(16, 1025, 16))])
     engine.step(0.0, [("a", range(1040, 2049, 16))])  # scheduled at once, computed from 1.0 on
@@ -79,8 +81,8 @@ def test_step_scheduled_ahead_is_timed_alone(offers_first):
 
 @orders
 @pytest.mark.parametrize(("first_end", "end"), [(1040, 2048), (16, 256)], ids=["on the device", "nothing held"])
-def test_device_and_repeated_blocks_are_uncomputed(first_end, end, offers_first):
-    engine = Steps(offers_first)
+def test_device_and_repeated_blocks_are_uncomputed(first_end, end, offers_first, expects_first):
+    engine = Steps(offers_first, expects_first)
     engine.watch.on_lookup("a", first_end)
     # Once for each group of KV caches.
     engine.step(0.0, [(request, range(16, end + 1, 16)) for request in ("a", "a", "never looked up")])
@@ -89,8 +91,8 @@ def test_device_and_repeated_blocks_are_uncomputed(first_end, end, offers_first)
 
 
 @orders
-def test_idle_time_belongs_to_no_step(offers_first):
-    engine = Steps(offers_first)
+def test_idle_time_belongs_to_no_step(offers_first, expects_first):
+    engine = Steps(offers_first, expects_first)
     watch = engine.watch
     watch.on_lookup("a", 16)
     engine.step(0.0, [("a", range(16, 257, 16))], finished=["a"])
@@ -107,7 +109,7 @@ def test_idle_time_belongs_to_no_step(offers_first):
 
 
 def test_unreported_outputs_leave_steps_bounded():
-    engine = Steps(offers_first=False, num_ahead=1000)
+    engine = Steps(offers_first=False, expects_first=False, num_ahead=1000)
     for number in range(500):
         engine.watch.on_lookup(number, 16)
         engine.step(float(number), [(number, range(16, 257, 16))])

@@ -28,7 +28,8 @@ class PrefillWatch:
     """Reports the time of steps that computed parts of prompts. A step lasts until vLLM schedules the next one.
 
     `report` is called with a list of (first token, number of tokens) and the seconds that all of them took together.
-    `offers_first`: whether vLLM offers the blocks of a step before it calls ``on_schedule_end``.
+    `offers_first`: whether vLLM offers the blocks of a step before it calls ``on_schedule_end``. If calls arrive in the
+    other order, the watch corrects it.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class PrefillWatch:
         first, end = self._end_of.get(request), max(end_tokens, default=0)
         if first is None or end <= first:
             return
+        # Every scheduled step was computed, so these blocks belong to a step for which `on_step` is called later.
+        self._offers_first = self._offers_first or not self._running
         self._scheduled().parts[request] = (first, end - first)
         self._end_of[request] = end
 
@@ -85,5 +88,11 @@ class PrefillWatch:
 
     def on_output(self) -> None:
         """Record that the oldest scheduled step was computed."""
-        if self._running:
-            self._computed.append(self._running.popleft())
+        if not self._running:
+            return
+        step = self._running.popleft()
+        if self._next.parts and not self._running:
+            # Nothing is being scheduled, so these blocks were offered after the step's call of `on_step`.
+            self._offers_first = False
+            step.parts, self._next = self._next.parts, _Step()
+        self._computed.append(step)
