@@ -18,10 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from servers import find_valkey, running_valkey
 from valkey import Valkey
 
 from kvcache.request import ReqContext
@@ -31,9 +31,6 @@ from kvcache.tiers.valkey import ValkeyTier
 
 if TYPE_CHECKING:
     from kvcache.tiers.base.tier import HostBlocks
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "references"))
-from servers import find_valkey, running_valkey
 
 LINK_BYTES_PER_S = 50e6
 BLOCK_BYTES = 1 << 20

@@ -22,10 +22,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvcache.options import parse_size
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "references"))
 from servers import free_port, wait_for_port
+
+from kvcache.options import parse_size
 
 BLOCK_TOKENS = 128
 VOCABULARY = 512

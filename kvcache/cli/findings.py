@@ -380,7 +380,7 @@ def _check_tier(subject: str, tier: TierSettings, block_bytes: int, owner_pid: i
 
 
 def _check_wear(subject: str, disk: _Disk, endurance: float | str | None, block_bytes: int) -> Iterator[Finding]:
-    """Describe the life of the SSD at the rate that the last process recorded, once that is known."""
+    """Check the budget of writes, and describe the life of the SSD at the last process's rate, once that is known."""
     wear = getattr(disk.tier, "recorded_wear", lambda *_: None)(disk.path, disk.capacity_bytes, block_bytes)
     if wear is None:
         return

@@ -23,7 +23,7 @@ def host_block_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int = 1) -
 
 
 def device_of(kv_caches: CanonicalKVCaches) -> torch.device | None:
-    """Return the device of an engine's tensors, or None if there is no tensor."""
+    """Return the device of an engine's tensors, None without tensors."""
     return kv_caches.tensors[0].tensor.device if kv_caches.tensors else None
 
 

@@ -33,7 +33,7 @@ class Finalizer:
 
 
 class Meanwhile:
-    """Runs `action` in finalizers, at most `depth` within one another, and keeps what it raises."""
+    """Runs `action` in finalizers, at most `depth` within one another, and keeps the errors that it raises."""
 
     def __init__(self, action: Any, depth: int) -> None:
         self.action, self.depth, self.num_runs = action, depth, 0

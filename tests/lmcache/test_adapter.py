@@ -114,7 +114,7 @@ def test_deleted_objects_stay_away(harness):
 
 
 class Listener:
-    """Knows the keys that an adapter told of, as LMCache's eviction does, and its events in order."""
+    """The keys that an adapter announced, as LMCache's eviction keeps them, and its events in order."""
 
     def __init__(self):
         self.keys, self.accessed, self.events = set(), [], []

@@ -2,9 +2,10 @@
 
 import shutil
 import threading
-import time
 import uuid
 from contextlib import contextmanager
+
+from waiting import wait_until
 
 from kvcache import ReqContext
 from kvcache.node.client import NodeManager, greeting
@@ -108,11 +109,7 @@ def turn(manager, keys, context, use_positions=True):
 
 
 def wait_for(condition, timeout_s=100):
-    end_s = time.monotonic() + timeout_s
-    while not (result := condition()):
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
-    return result
+    return wait_until(condition, timeout_s)
 
 
 class Gate:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 from servers import find_valkey, free_port, wait_for_port
+from waiting import wait_until
 
 from kvcache.testing.tier_contract import TierContract
 
@@ -281,11 +282,7 @@ class Clock:
 
 def until(condition, what="it"):
     """Call `condition` until its answer counts as true, and return that."""
-    end_s = time.monotonic() + 60
-    while not (answer := condition()):
-        assert time.monotonic() < end_s, f"{what} never came"
-        time.sleep(0.001)
-    return answer
+    return wait_until(condition, what=what)
 
 
 def wait_for(tier, job_id):
