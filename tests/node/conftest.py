@@ -1,9 +1,13 @@
 """The fixture of an owner in a thread, with clients in this process."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
+
+from kvcache.node import protocol
+from kvcache.transfer.shared_file import make_private
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -12,6 +16,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 def idle_engines(monkeypatch):
     """An engine comes back to an owner when its test steps it."""
     monkeypatch.setattr("kvcache.node.client._IDLE_S", 3600.0)
+
+
+@pytest.fixture
+def own_folder(monkeypatch):
+    """Keep pools where no owner of another test looks for dead ones: it would remove a pool that is being made."""
+    own = make_private(Path(f"/dev/shm/kvcache-test-{os.getpid()}"))
+    monkeypatch.setattr(protocol, "private_folder", lambda: own)
+    yield
+    own.rmdir()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import socket
 import struct
 import uuid
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from kvcache.node import protocol
 from kvcache.node.ledger import Ledger, read_ledger
 from kvcache.node.owner import _remove_dead_pools
 from kvcache.node.protocol import FrameReader, node_folder
-from kvcache.transfer.shared_file import make_private
 
 IDENTITY = {"num_blocks": 16, "block_bytes": 64, "block_size": 16}
 
@@ -69,15 +67,6 @@ def cut(data, length):
     """Return the first bytes of a ledger, with the length in its head."""
     magic, _, pool_id, num_text = ledger_module._HEAD.unpack_from(data)
     return (ledger_module._HEAD.pack(magic, length, pool_id, num_text) + data[ledger_module._HEAD.size :])[:length]
-
-
-@pytest.fixture
-def own_folder(monkeypatch):
-    """Keep pools where no owner of another test looks for dead ones: it would remove a pool that is being made."""
-    own = make_private(Path(f"/dev/shm/kvcache-test-{os.getpid()}"))
-    monkeypatch.setattr(protocol, "private_folder", lambda: own)
-    yield
-    own.rmdir()
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

@@ -133,7 +133,7 @@ def test_retired_owner_leaves_used_files_only(node, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["dead", "service", "engine", "mapped"])
-def test_owner_start_removes_dead_pools(node, kind):
+def test_owner_start_removes_dead_pools(own_folder, node, kind):
     """A killed owner's pool is removed if no service, engine or copy of any container needs it."""
     dead = node(8)
     if kind == "engine":
