@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, ClassVar, Self, TypeGuard
 
-from kvcache.registry import POLICIES, did_you_mean
+from kvcache.registry import POLICIES, REMOVED, did_you_mean
 
 Parser = Callable[[str, Any], Any]
 """Parse one option: takes its name and value. Raise ValueError naming both if the value is invalid."""
@@ -385,7 +385,7 @@ def _parsed(field: Field[Any], value: Any, place: str) -> Any:
 
 
 def name_unknown(given: Iterable[str], known: Collection[str]) -> str:
-    """Return the keys of `given` that are not `known`, each with the known key that it resembles, or "".
+    """Return the keys of `given` that are not `known`, each with its replacement or a similar known key, or "".
 
     >>> name_unknown({"cache_polcy": "arc", "zzz": 1}, ["cache_policy", "tiers"])
     "cache_polcy (did you mean 'cache_policy'?), zzz"
@@ -393,7 +393,8 @@ def name_unknown(given: Iterable[str], known: Collection[str]) -> str:
     named = []
     for name in sorted(str(name) for name in given if name not in known):
         close = difflib.get_close_matches(name, sorted(known), n=1)
-        named.append(f"{name} (did you mean {close[0]!r}?)" if close else name)
+        hint = REMOVED.get(name) or (f"did you mean {close[0]!r}?" if close else "")
+        named.append(f"{name} ({hint})" if hint else name)
     return ", ".join(named)
 
 

@@ -158,8 +158,14 @@ def how_to_install(error: BaseException | None) -> str:
     return ""
 
 
+REMOVED: dict[str, str] = {}
+"""Names of options and classes that an older configuration may hold, and what to use instead, for errors."""
+
+
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """Return a hint for an error about an unknown word: the known word that it resembles, or ""."""
+    """Return a hint for an error about an unknown word: its replacement, or a similar known word, or ""."""
+    if word in REMOVED:
+        return f"; it was removed: {REMOVED[word]}"
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 

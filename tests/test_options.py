@@ -29,6 +29,7 @@ from kvcache.options import (
     parse_threads,
     split,
 )
+from kvcache.registry import POLICIES, REMOVED
 from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 from kvcache.tiers.valkey import ValkeyTier
 
@@ -167,6 +168,13 @@ def test_markdown_lists_options_and_reasons() -> None:
         "| `deadline_s` | duration | `5.0` |  | answers are late |",
         "| `num_threads` | count | `2` | yes | one is not enough |",
     ]
+
+
+def test_removed_names_state_their_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REMOVED, "lrv", "use 'lru' instead")
+    assert name_unknown({"lrv": 1}, {"lru"}) == "lrv (use 'lru' instead)"
+    with pytest.raises(ValueError, match=r"unknown policy 'lrv'.*; it was removed: use 'lru' instead"):
+        POLICIES.resolve("lrv")
 
 
 def test_unknown_keys_name_similar_ones() -> None:
