@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.background import Background, after_fork
-from kvcache.block import ASK_AGAIN, READY
+from kvcache.block import ABSENT, ASK_AGAIN, READY
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.epoch import Epoch, without_weights
 from kvcache.keys import as_key_list
@@ -104,8 +104,8 @@ class NodeManager(LastLookUp, OffloadingManager):
         # A store of more blocks is always refused, so adapters offer the head that fits.
         self.num_blocks = protocol.most_held(int(hello["identity"]["num_blocks"]))
         self._prompts: dict[ReqContext, Prompt] = {}
-        # Prompts that were opened before a reset; their copies may still run.
-        self._stale: list[Prompt] = []
+        # Prompts that were opened before a reset, with their requests; their copies may still run.
+        self._stale: list[tuple[ReqContext, Prompt]] = []
         self._last_number = 1
         self._counts = Counter[str]()
         self._hints = HintReader()
@@ -126,6 +126,9 @@ class NodeManager(LastLookUp, OffloadingManager):
 
     def acquire(self, key: bytes, req_context: ReqContext, keys: Collection[bytes] = ()) -> int:
         """Return the state of a key that the last look-up does not hold; ask the owner if its last answer lacks it."""
+        if self._stale and any(stale.num_loads and old is req_context for old, stale in self._stale):
+            # Two loads of one request could not be told apart when one ends.
+            return ABSENT
         prompt = self._prompts.get(req_context) or self._open(req_context)
         state = prompt.status(key)
         if state is None:
@@ -163,6 +166,10 @@ class NodeManager(LastLookUp, OffloadingManager):
     def complete_load(self, keys: Keys, req_context: ReqContext | None = None) -> None:
         prompt = self._prompts.get(req_context) if req_context is not None else None
         if prompt is None or not prompt.num_loads:
+            stale = next((stale for old, stale in self._stale if old is req_context and stale.num_loads), None)
+            if stale is not None:
+                stale.num_loads -= 1
+                self._end_stale()
             return
         prompt.num_loads -= 1
         if not prompt.num_loads:
@@ -196,10 +203,17 @@ class NodeManager(LastLookUp, OffloadingManager):
         return PrepareStoreOutput([*taken], CPULoadStoreSpec([*taken.values()]), [])
 
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
+        keys = list(keys)
+        for old, stale in self._stale:
+            if old is req_context and (slots := stale.take_written(keys)):
+                # An engine may also drop such copies without a word: see `_drop_stale`.
+                self._tell_stored(stale, False, slots.values())
+                self._end_stale()
+                return
         prompt = self._prompts.get(req_context) if isinstance(req_context, ReqContext) else None
         if prompt is None:
             return
-        slots = {key: prompt.writing.pop(key) for key in keys if key in prompt.writing}
+        slots = prompt.take_written(keys)
         if slots:
             self._tell_stored(prompt, success, slots.values())
             self._counts["stored_blocks" if success else "failed_blocks"] += len(slots)
@@ -230,14 +244,14 @@ class NodeManager(LastLookUp, OffloadingManager):
     def reset_cache(self, version: str | int | None = None) -> None:
         """Begin the epoch of `version`, or a private one. Blocks of the old epoch stay in the pool for other engines.
 
-        Slots of this engine's running copies are returned after the first copy that begins later: workers finish the
-        older ones before it. While the owner cannot be reached, every look-up misses.
+        Slots of this engine's running copies are returned when the engine reports their end, or after the first copy
+        that begins later: workers finish the older ones before it. While the owner cannot be reached, look-ups miss.
         """
         epoch = Epoch.after_reset(self.version_of_reset(version)).digest()
         with self._lock:
             for req_context, prompt in list(self._prompts.items()):
                 if prompt.num_loads or prompt.writing:
-                    self._stale.append(prompt)
+                    self._stale.append((req_context, prompt))
                     del self._prompts[req_context]
                 else:
                     prompt.release(self._link)
@@ -317,18 +331,25 @@ class NodeManager(LastLookUp, OffloadingManager):
 
     def _drop_stale(self) -> None:
         """Return the slots of copies from before a reset: a later copy has ended."""
-        for prompt in self._stale:
-            if prompt.writing:
-                self._tell_stored(prompt, False, prompt.writing.values())
-            self._link.tell(protocol.END, 0, prompt.number)
-        self._stale.clear()
+        for _, prompt in self._stale:
+            if slots := prompt.take_written(list(prompt.writing)):
+                self._tell_stored(prompt, False, slots.values())
+            prompt.num_loads = 0
+        self._end_stale()
+
+    def _end_stale(self) -> None:
+        """Return the slots of prompts from before a reset whose copies have all ended."""
+        for _, prompt in self._stale:
+            if not (prompt.num_loads or prompt.writing):
+                self._link.tell(protocol.END, 0, prompt.number)
+        self._stale = [(old, prompt) for old, prompt in self._stale if prompt.num_loads or prompt.writing]
 
     def _tell_stored(self, prompt: Prompt, success: bool, slots: Collection[int]) -> None:
         payload = np.array([len(slots), *slots], "<i4").tobytes()
         self._link.tell(protocol.STORED, int(success), prompt.number, payload)
 
     def _leases(self) -> list[tuple[int, list[int], list[int]]]:
-        prompts = [*self._prompts.values(), *self._stale]
+        prompts = [*self._prompts.values(), *(prompt for _, prompt in self._stale)]
         leases = [(prompt.number, prompt.held.slots, list(prompt.writing.values())) for prompt in prompts]
         return [lease for lease in leases if lease[1] or lease[2]]
 

@@ -81,6 +81,12 @@ class EngineLeases:
         """Return whether the engine has slots from before its last reset. Its next copy returns them."""
         return bool(self.old_writes) or any(lease.held_keys for lease in self._old_leases)
 
+    def needs_copy(self) -> bool:
+        """Return whether all of the engine's slots are from before its last reset."""
+        num_old = sum(bool(lease.held_keys) for lease in self._old_leases)
+        num_leases = sum(bool(lease.held_keys) for lease in self.leases.values())
+        return (num_leases, len(self.writing)) == (num_old, len(self.old_writes))
+
 
 class NodeLeases:
     """Applies the messages of engines to one manager, whose block ids are the slots of the pool.
@@ -311,14 +317,17 @@ class NodeLeases:
     def _room(self, engine: EngineLeases) -> int:
         """Return how many more slots an engine may hold or write: at most half of the pool in all.
 
-        The last slots are reserved for engines that recover from a reset; each may take half of the rest. Without a
-        copy, an engine would never release its slots from before the reset.
+        An engine that cannot tell the ends of older copies returns its slots from before a reset after its next copy.
+        So it may take more than its half. But of the last slots, which are reserved for this, it takes one, and only if
+        it has no other slot from after the reset. Otherwise, a few resets would use up the pool for all engines.
         """
         pool = self.manager.pool
         num_left = self.num_slots - pool.num_referenced - pool.num_pending
-        if engine.is_recovering():
-            return min(self._limit, (num_left + 1) // 2)
-        return min(self._limit - engine.num_held - len(engine.writing), num_left - self._reserve)
+        num_free = num_left - self._reserve
+        room = min(self._limit - engine.num_held - len(engine.writing), num_free)
+        if not engine.is_recovering():
+            return room
+        return max(room, (num_free + 1) // 2) if num_free > 0 else min(num_left, int(engine.needs_copy()))
 
     def _offer(self, engine: EngineLeases, frame: Frame) -> bytes:
         """Reserve slots for the absent blocks of a store."""

@@ -137,6 +137,10 @@ class Prompt:
             head = struct.pack("<II", self.found_tokens, len(keys))
             link.tell(protocol.USE, 0, self.number, head + slots + payload, num_bytes)
 
+    def take_written(self, keys: Collection[bytes]) -> dict[bytes, int]:
+        """Remove the running stores of `keys`, and return the slot of each."""
+        return {key: self.writing.pop(key) for key in keys if key in self.writing}
+
     def forget(self) -> None:
         """Ask the owner again at the next look-up."""
         self.held.clear()

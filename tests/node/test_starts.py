@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import shutil
@@ -151,6 +152,55 @@ def test_reset_of_all_engines_returns_slots(place):
     # Blocks from before the resets stay for an engine that was not reset.
     assert place.engine("d").lookup(*prompt(7, 8)) > 0
     assert engines[2].lookup(*prompt(15, 4)) == 4
+    place.check()
+
+
+@pytest.mark.parametrize(("num_blocks", "num_resets"), [(48, 2), (256, 2), (256, 8)])
+def test_resets_amid_stores_keep_pool(node, num_blocks, num_resets):
+    """No copy ends between the resets, and the engines are not told the ends of older ones."""
+    node = node(num_blocks)
+    engines, documents = [node.engine("a"), node.engine("b")], itertools.count()
+    for _ in range(num_resets):
+        for engine in engines:
+            for _ in range(num_blocks // 8):
+                engine.prepare_store(*prompt(next(documents), 8))
+        for engine in engines:
+            engine.reset_cache()
+    for engine in engines:
+        turn(engine, *prompt(next(documents), 4))
+        for _ in range(20):
+            document = next(documents)
+            turn(engine, *prompt(document, 4))
+            assert turn(engine, *prompt(document, 4)) == 4
+    figures = engines[0].owner_figures()
+    assert (figures["num_pending"], figures["num_referenced"]) == (0, 0)
+    node.check()
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_reported_ends_return_old_slots(place, engine, other, loads):
+    """An engine of one's own reports copies from before a reset, so it needs no later copy."""
+    turn(other, *prompt(0, 24))
+    keys, context = prompt(0, 24)
+    if loads:
+        assert engine.lookup(keys, context) == 24
+        engine.prepare_load(keys, context)
+    else:
+        keys, context = prompt(1, 24)
+        assert len(engine.prepare_store(keys, context).keys_to_store) == 24
+    engine.reset_cache()
+    figures = engine.owner_figures()
+    assert figures["num_referenced" if loads else "num_pending"] == 24
+    if loads:
+        # A second load of this request could not be told apart from the first one.
+        assert engine.lookup(keys, context) == 0
+        engine.complete_load(keys, context)
+    else:
+        engine.complete_store(keys, context)
+    figures = engine.owner_figures()
+    assert (figures["num_referenced"], figures["num_pending"]) == (0, 0)
+    # The blocks belong to other weights: this engine does not find them.
+    assert engine.lookup(*prompt(0 if loads else 1, 24)) == 0
     place.check()
 
 
