@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,19 @@ _MAX_UNSENT_BYTES = 4 << 20
 _OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
 
 
+class State(Enum):
+    """What a client knows of its connection to the owner."""
+
+    CLOSED = auto()
+    """There is no connection."""
+    GREETED = auto()
+    """The greeting is sent, or a part of it. The owner has not answered it."""
+    READY = auto()
+    """The owner has welcomed the client, and has answered every message that needs an answer."""
+    LATE = auto()
+    """As READY, but answers are outstanding. Until they have arrived, no message is sent that needs one."""
+
+
 class Link:
     """A connection to the owner of a folder's pool. `hello` identifies the client.
 
@@ -51,8 +65,8 @@ class Link:
         self._patience_s = patience_s
         self._sock: socket.socket | None = None
         self._reader = FrameReader()
-        self.is_ready = False
-        """Whether the owner has welcomed the client."""
+        self.state = State.CLOSED
+        """As of the last call: see `poll`."""
         self._unsent: list[bytes] = []
         self._num_unsent_bytes = 0
         # Number of late answers. The owner answers in order, so these arrive before any other.
@@ -67,37 +81,38 @@ class Link:
         self._outage_s: float | None = None
 
     @property
-    def is_open(self) -> bool:
-        """Whether there is a connection, welcomed or not."""
-        return self._sock is not None
+    def is_ready(self) -> bool:
+        """Whether the owner has welcomed the client."""
+        return self.state in (State.READY, State.LATE)
 
-    @property
-    def is_answering(self) -> bool:
-        """Whether the owner has welcomed the client, and no answer is outstanding."""
-        while self._num_late and self.is_ready:
+    def poll(self) -> State:
+        """Receive the late answers that have arrived, and return the state. If the owner has ended, this closes."""
+        while self.state is State.LATE:
             try:
                 frame = self.receive()
             except OSError as error:
                 self.lose(error)
-                return False
+                break
             if frame is None:
-                return False
+                break
             self._num_late -= 1
-        return self.is_ready
+            if not self._num_late:
+                self.state = State.READY
+        return self.state
 
     @property
     def has_answered(self) -> bool:
-        """As `is_answering`, but receives nothing: any thread may ask."""
-        sock = self._sock
-        if sock is None or not self._num_late:
-            return self.is_ready
+        """Whether `poll` would find an answer, or none is outstanding. Receives nothing: any thread may ask."""
+        sock, state = self._sock, self.state
+        if sock is None or state is not State.LATE:
+            return state is State.READY
         with suppress(OSError):
             return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         return False
 
     def tell(self, op: int, flag: int, request: int, payload: bytes = b"", key_bytes: int = 0) -> None:
         """Queue a message without an answer. Without a connection, drop it: the next greeting lists the leases."""
-        if not self.is_open:
+        if self.state is State.CLOSED:
             return
         self._unsent.append(frame := pack(op, flag, request, payload, key_bytes))
         self._num_unsent_bytes += len(frame)
@@ -110,7 +125,7 @@ class Link:
     def ask(self, op: int, flag: int, request: int, payload: bytes = b"", key_bytes: int = 0) -> Frame | None:
         """Send a message, and return its answer, or None if the owner does not answer in time."""
         self.counts["round_trips"] += 1
-        if not self.is_answering:
+        if self.poll() is not State.READY:
             return None
         self._unsent.append(pack(op, flag, request, payload, key_bytes))
         try:
@@ -121,7 +136,7 @@ class Link:
             self.lose(error)
             return None
         if frame is None:
-            self._num_late += 1
+            self._num_late, self.state = self._num_late + 1, State.LATE
             self._report(f"answers later than {self._patience_s * 1e3:.0f} ms")
             # The engine takes the answer for a refused store, and may make no later call: the owner frees the slots.
             self.tell(protocol.LATE, op == protocol.OFFER, request)
@@ -129,7 +144,8 @@ class Link:
 
     def flush(self) -> None:
         """Send the queued messages, also if an answer is late: as much as the socket takes."""
-        if self.is_answering and self._outage_s is not None and time.monotonic() >= self._outage_s + _STABLE_S:
+        is_answering = self.poll() is State.READY
+        if is_answering and self._outage_s is not None and time.monotonic() >= self._outage_s + _STABLE_S:
             self._outage_s = None
             _LOG.info("the owner of %s answers again, for %.0f s now", self.folder, _STABLE_S)
         if self._unsent and self.is_ready:
@@ -140,7 +156,7 @@ class Link:
 
     def check(self) -> None:
         """Notice that the owner has ended, also without a message to it."""
-        if self.is_ready and not self._num_late:
+        if self.state is State.READY:
             try:
                 self.receive()
             except OSError as error:
@@ -151,7 +167,7 @@ class Link:
         assert self._sock is not None
         data = b"".join(self._unsent)
         self._unsent.clear()
-        rest = _send_some(self._sock, data, 0.0 if self._num_late else _SEND_S)
+        rest = _send_some(self._sock, data, 0.0 if self.state is State.LATE else _SEND_S)
         self._unsent += [rest] if rest else []
         self._num_unsent_bytes = len(rest)
 
@@ -184,7 +200,7 @@ class Link:
             raise
         finally:
             os.close(pidfd)
-        self._sock, self._reader = sock, FrameReader()
+        self._sock, self._reader, self.state = sock, FrameReader(), State.GREETED
         self._unsent[:] = [frame[sent:]] if sent < len(frame) else []
         self._num_unsent_bytes, self._num_late = len(frame) - sent, 0
 
@@ -196,7 +212,7 @@ class Link:
         With `starts_owner`, here and of the link, a missing owner is started, unless one was a moment before.
         """
         try:
-            if not self.is_open:
+            if self.state is State.CLOSED:
                 self.greet(leases)
             if self._unsent:
                 # A long greeting may take several calls.
@@ -216,9 +232,10 @@ class Link:
                     self._warnings.warn("start", "no owner of %s can be started: %r", self.folder, start_error)
             return None
         if frame is not None:
-            self.is_ready = frame.op != protocol.REFUSED
-            if not self.is_ready:
+            if frame.op == protocol.REFUSED:
                 self.close()
+            else:
+                self.state = State.READY
         return frame
 
     def receive(self, timeout_s: float = 0.0) -> Frame | None:
@@ -247,7 +264,7 @@ class Link:
         """Close the connection; the owner keeps the leases."""
         if self._sock is not None:
             self._sock.close()
-        self._sock, self.is_ready = None, False
+        self._sock, self.state = None, State.CLOSED
 
 
 def _send_some(sock: socket.socket, data: bytes, timeout_s: float) -> bytes:

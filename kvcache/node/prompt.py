@@ -15,7 +15,7 @@ from itertools import islice
 from kvcache.block import ABSENT, ASK_AGAIN, PENDING, READY
 from kvcache.node import protocol
 from kvcache.node.batch import HeldBlocks, pack_keys
-from kvcache.node.link import Link
+from kvcache.node.link import Link, State
 
 _MAX_PENDING_S = 1.0
 """How long a request waits for a block that another one is writing."""
@@ -90,7 +90,7 @@ class Prompt:
 
         `keys` are those of the prompt, as far as the engine knows them. Without an answer in time the block is absent.
         """
-        if not link.is_answering:
+        if link.poll() is not State.READY:
             return ABSENT
         if self.asks_tiers and self.phase is not Phase.NEW and self._place(key) >= 0:
             return self._acquire_one(link, key)

@@ -283,7 +283,7 @@ def test_late_welcome_mixes_no_keys(node):
     assert engines.find(engine, path, 4, context) == (4, 4)
     with gated(node.owner) as gate:
         engine._link.close()
-        wait_for(lambda: engine.on_schedule_end() or engine._link.is_open)
+        wait_for(lambda: engine.on_schedule_end() or engine._link._sock)
         context.positions.update(later.positions)
         assert engine.prepare_store([*later.positions][-2:], context) is None
         engine.on_schedule_end()

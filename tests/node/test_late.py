@@ -17,6 +17,7 @@ from node_harness import gated, key_of, prompt, turn, wait_for
 from kvcache import ReqContext
 from kvcache.node import protocol
 from kvcache.node.client import NodeManager, greeting
+from kvcache.node.link import State
 from kvcache.node.protocol import node_folder
 
 
@@ -39,7 +40,7 @@ def test_late_look_up_misses_alone(place):
         gate.set()
         # Threads that read statistics leave the late answer to the scheduler's thread.
         wait_for(lambda: not engine.parts()[1].stats.unavailable)
-        assert engine._link._num_late == 1
+        assert engine._link.state is State.LATE
     assert engine.parts()[1].stats.outages == 1
     # The late answer's blocks are not held, and the same request finds them at its next look-up.
     figures = wait_for(engine.owner_figures)
@@ -65,7 +66,7 @@ def test_idle_engine_returns_late_slots(place):
     assert engine.stats().rejected_stores == 0
     # The engine ignores the late answer, whose slots may have another writer now.
     assert other.prepare_store(*prompt(1, 8)).keys_to_store == keys
-    wait_for(lambda: engine._link.is_answering)
+    wait_for(lambda: engine._link.poll() is State.READY)
     engine.on_schedule_end()
     assert other.owner_figures()["num_pending"] == 8
     place.check()
@@ -129,7 +130,7 @@ def test_late_hybrid_blocks_return(node):
         assert engine.status(keys[2], context) == 0
         assert engine.prepare_load(keys[:2], context).block_ids.tolist() == [0, 1]
         gate.set()
-        wait_for(lambda: engine._link.is_answering)
+        wait_for(lambda: engine._link.poll() is State.READY)
     engine._link._patience_s = 10
     assert engine.owner_figures()["num_referenced"] == 3
     engine.complete_load(keys[:2], context)
@@ -207,7 +208,7 @@ def test_reset_of_late_owner_comes_first(node, monkeypatch):
             assert engine.lookup(*prompt(1, 8)) == 0
             gate.set()
         for _ in range(3):
-            wait_for(lambda: engine.on_schedule_end() or engine._link.is_answering)
+            wait_for(lambda: engine.on_schedule_end() or engine._link.poll() is State.READY)
             assert engine.lookup(*prompt(1, 8)) == 0
         engine._link._patience_s = 10
         assert engine.owner_figures()["num_referenced"] == 0

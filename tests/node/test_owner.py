@@ -255,7 +255,7 @@ def test_forked_client_does_not_ask(engine):
     child = os.fork()
     if child == 0:
         engine.on_schedule_end()
-        os._exit(engine.lookup(*prompt(1, 8)) or int(engine._link.is_open or engine.owner_figures() is not None))
+        os._exit(engine.lookup(*prompt(1, 8)) or int(engine._link._sock or engine.owner_figures() is not None))
     assert os.waitpid(child, 0)[1] == 0
     assert engine.lookup(*prompt(1, 8)) == 8
 
@@ -317,7 +317,7 @@ def test_new_owner_keeps_whole_pool_only(place, engine, damage):
         assert "the pool was made anew" in engine.refusal
         engine._link.retry_s = 0.0
         engine.on_schedule_end()
-        assert not engine._link.is_open
+        assert not engine._link._sock
         assert engine.lookup(*prompt(1, 20)) == 0
         assert place.engine("b").lookup(*prompt(1, 20)) == 0
 
