@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 
 # The extras with which the blocks of a page run, up to its first commands; of WHOLE, all blocks. A page names its
-# extras, but for `cli`: the quickstart says that the command `kvcache` needs it.
+# extras, but for `cli`: the quickstart says that the command `kvcache` needs it. `+` is before a package.
 PAGES = {
     "README.md": "cli,disk",
     "docs/quickstart.md": "cli",
@@ -46,7 +46,7 @@ PAGES = {
     "docs/howto/replay.md": "cli,plot",
     "docs/howto/retention.md": "",
     "docs/howto/rl.md": "",
-    "docs/howto/routers.md": "events",
+    "docs/howto/routers.md": "+msgspec,+pyzmq",
     "docs/howto/sglang.md": "cli,disk,prometheus",
     "docs/howto/stores.md": "cli,s3,valkey",
     "docs/howto/tier.md": "",
@@ -113,11 +113,12 @@ class Environments:
         return home / "bin"
 
     def required(self, extras: str) -> list[str]:
-        """Return what the wheel requires with a list of extras; SystemExit if it lacks one."""
-        names = {part for part in extras.split(",") if part}
+        """Return what the wheel requires with a list of extras, and packages after `+`; SystemExit if it lacks one."""
+        packages = {part for part in extras.split(",") if part.startswith("+")}
+        names = {part for part in extras.split(",") if part} - packages
         if missing := names - set(self._own.metadata.get_all("Provides-Extra") or ()):
             sys.exit(f"error: kvcache has no extra {', '.join(sorted(missing))}")
-        return _requirements(self._own, names)
+        return [*_requirements(self._own, names), *(package[1:] for package in sorted(packages))]
 
     def _close(self, requirements: list[str], closure: set[str], around: tuple[str, ...] = ()) -> None:
         for text in requirements:
@@ -233,7 +234,7 @@ def write_inputs(folder: Path) -> None:
     config = {
         "cpu_bytes_to_use": "1MiB",
         "tiers": [{"type": "disk", "path": "kv", "capacity": "1MiB"}],
-        "exporters": ["status", "prometheus", "kv_events"],
+        "exporters": ["status", "prometheus"],
     }
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -246,7 +247,8 @@ def main() -> None:
     for page, extras in PAGES.items():
         text = (ROOT / page).read_text()
         for extra in set(extras.split(",")) - {"", "cli"}:
-            if not re.search(rf"extras? [^.\n]*`{extra}`|[.]\[[a-z,]*\b{extra}\b", text):
+            named = extra[1:] if extra[0] == "+" else rf"extras? [^.\n]*`{extra}`|[.]\[[a-z,]*\b{extra}\b"
+            if not re.search(named, text):
                 sys.exit(f"error: {page} does not name the extra {extra}, with which its commands run here")
     # Beside the packages, so that they can be linked.
     (ROOT / "build").mkdir(exist_ok=True)

@@ -1,10 +1,9 @@
-"""What events cost the scheduler: off; kept or read after each request; and followed by a publisher.
+"""What events cost the scheduler: off, and kept or read after each request.
 
 ``python -m asv_benchmarks.events`` prints, per case, nanoseconds a key for the whole cycle of a request and the 50th
 and 99th percentile of a cycle, in microseconds: CPU time of the scheduler's thread, in turns. Each figure is the lowest
 decile of many short rounds. The ratios are medians over the rounds, of each case to the case "off" of the same round.
-Metrics are on in every case. In the last two cases the publisher follows the manager, and a subscriber is a process of
-its own, as a router is; a thread of this process scrapes. Needs the extra ``events``.
+Metrics are on in every case.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -30,7 +27,7 @@ from kvcache.control.telemetry import Telemetry
 from kvcache.lab.traces.requests import Request
 from kvcache.lab.traces.trace import Trace
 
-CASES = ("off", "kept", "read", "followed", "subscriber and scrapes", "subscriber stands still")
+CASES = ("off", "kept", "read")
 NUM_ROUNDS = 25
 NUM_REQUESTS = 3_000
 _POLICY, _SPLIT, _NUM_BLOCKS = "arc", 8, 20_000
@@ -44,91 +41,25 @@ def one_round(case: str, requests: list[Request]) -> tuple[float, float, float]:
     with contextlib.ExitStack() as stack:
         telemetry = Telemetry(manager, time_calls=True)
         stack.callback(telemetry.close)
-        if case in CASES[3:]:
-            _follow(case, telemetry, stack)
-        step = _STEPS.get(case)
+        step = _STEPS[case]
         gc.collect()
         gc.disable()
         for number, one in enumerate(keys):
             began = thread_time_ns()
             serve(manager, one)
-            if step is not None:
-                step(manager.take_events())
+            step(manager)
             cycles[number] = thread_time_ns() - began
         gc.enable()
     p50, p99 = np.quantile(cycles / 1000, (0.5, 0.99)).tolist()
     return float(cycles.sum()) / sum(map(len, keys)), p50, p99
 
 
-# What the engine does with a request's events.
+# What the engine does after a request.
 _STEPS: dict[str, Callable[[Any], object]] = {
-    "off": lambda events: None,
-    "kept": lambda events: None,
-    "read": lambda events: deque(events, 0),
+    "off": lambda manager: None,
+    "kept": lambda manager: manager.take_events(),
+    "read": lambda manager: deque(manager.take_events(), 0),
 }
-
-
-def _follow(case: str, telemetry: Telemetry, stack: contextlib.ExitStack) -> None:
-    """Publish a manager's events; the subscriber, if the case has one, runs until the stack is left."""
-    from kvcache.exporters.kv_events import KVEventPublisher
-
-    publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
-    stack.callback(publisher.close)
-    manager: Any = telemetry.manager
-    publisher.follow(manager)
-    if case == "followed":
-        return
-    subscriber = subprocess.Popen(
-        [sys.executable, "-c", _SUBSCRIBER, publisher.endpoint, str(int(case == "subscriber stands still"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    stack.enter_context(subscriber)
-    assert subscriber.stdin is not None
-    assert subscriber.stdout is not None
-    stack.callback(subscriber.stdin.close)
-    joined = threading.Thread(target=subscriber.stdout.readline)
-    joined.start()
-    while joined.is_alive():
-        manager.reset_cache()
-        joined.join(0.02)
-    if case == "subscriber and scrapes":
-        stop = threading.Event()
-        scraper = threading.Thread(target=_scrape, args=(telemetry, stop))
-        scraper.start()
-        stack.callback(scraper.join)
-        stack.callback(stop.set)
-
-
-# A subscriber prints a line when its first message has come. One that stands still reads nothing more: messages to it
-# pile up to the high-water mark, and are then dropped. Both end with the benchmark.
-_SUBSCRIBER = """
-import sys, threading, zmq
-socket = zmq.Context().socket(zmq.SUB)
-socket.subscribe(b"")
-stands_still = sys.argv[2] == "1"
-if stands_still:
-    socket.setsockopt(zmq.RCVHWM, 1)
-socket.connect(sys.argv[1])
-socket.recv_multipart()
-print("joined", flush=True)
-ended = threading.Thread(target=sys.stdin.read)
-ended.start()
-while ended.is_alive():
-    if stands_still:
-        ended.join()
-    elif socket.poll(100):
-        socket.recv_multipart()
-socket.context.destroy(linger=0)
-"""
-
-
-def _scrape(telemetry: Telemetry, stop: threading.Event) -> None:
-    """Take a snapshot of all counters once a second; the first one at once, as a round may be shorter."""
-    while True:
-        telemetry.snapshot().as_dict()
-        if stop.wait(1.0):
-            return
 
 
 def main() -> int:

@@ -142,7 +142,6 @@ _EXTRAS = {
     "typer": "cli",
     "valkey": "valkey",
     "xxhash": "disk",
-    "zmq": "events",
     "zstandard": "zstd",
 }
 """Top-level module of each optional package, and the extra of kvcache that installs it."""
@@ -158,7 +157,9 @@ def how_to_install(error: BaseException | None) -> str:
     return ""
 
 
-REMOVED: dict[str, str] = {}
+REMOVED = {
+    "kv_events": "vLLM publishes events with --kv-events-config; for your own engine copy docs/howto/routers.md",
+}
 """Names of options and classes that an older configuration may hold, and what to use instead, for errors."""
 
 
@@ -218,7 +219,6 @@ EXPORTERS = Registry(
     {
         "status": "kvcache.exporters.status:StatusServer",
         "prometheus": "kvcache.exporters.prometheus:PrometheusExporter",
-        "kv_events": "kvcache.exporters.kv_events.exporter:KVEventExporter",
     },
     "kvcache.control.telemetry:Exporter",
 )

@@ -208,7 +208,7 @@ class OffloadSettings(Options):
     )
     enable_events: bool = option(parse_flag, False, when="your engine calls `take_events`")
     exporters: tuple[Component, ...] = option(
-        _parse_exporters, (), when="you want metrics or events of this engine, or `kvcache top`"
+        _parse_exporters, (), when="you want metrics of this engine, or `kvcache top`"
     )
     record: str | None = option(
         parse_text, None, when="you want the calls of this engine in a file, for `kvcache rerun`"
@@ -414,16 +414,11 @@ def open_manager(
     rank, also in the paths of tiers.
     """
     set_up_log()
-    events = settings.enable_events if enable_events is None else enable_events
-    if takers := [component.cls.__name__ for component in settings.exporters if component.cls.needs_events]:
-        if enable_events:
-            raise ValueError(f"the engine itself takes the manager's events; remove the exporter {takers[0]}")
-        events = True
     options = {
         "block_size": block_size,
         "num_blocks": num_blocks,
         "cache_policy": settings.cache_policy,
-        "enable_events": events,
+        "enable_events": settings.enable_events if enable_events is None else enable_events,
         "clock": clock,
         **settings.manager_options,
     }
@@ -451,7 +446,7 @@ def open_manager(
             "num_blocks": num_blocks,
             "block_bytes": block_bytes,
             **settings.describe(),
-            "enable_events": events,
+            "enable_events": settings.enable_events if enable_events is None else enable_events,
         }
         manager.telemetry = Telemetry(
             manager, block_bytes=block_bytes, labels=labels, config=config, time_calls=settings.time_calls

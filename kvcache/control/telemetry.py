@@ -165,15 +165,7 @@ def _check_label(name: object, text: object) -> None:
 
 
 class Exporter(Configurable, ABC):
-    """Reports snapshots of a running engine, in its own threads; a configuration names it as a `Configurable`.
-
-    Attributes
-    ----------
-    needs_events : bool
-        Class attribute: whether the manager must keep events, which the exporter takes.
-    """
-
-    needs_events: ClassVar[bool] = False
+    """Reports snapshots of a running engine, in its own threads; a configuration names it as a `Configurable`."""
 
     @property
     @abstractmethod

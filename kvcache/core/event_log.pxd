@@ -10,7 +10,6 @@ cdef class EventLog:
     cdef readonly uint64_t num_dropped
     cdef object waiting             # deque of (keys, medium, removed); the list of keys is the event's own
     cdef Py_ssize_t num_keys
-    cdef public object reader       # the only reader that may take events, or None
     cdef object lock                # its critical section guards the log: the table of the cache that owns the log
 
     cdef void append(self, list keys, medium, bint removed) noexcept

@@ -34,8 +34,6 @@ cdef class EventLog:
         were dropped.
     num_dropped : int
         Events that were dropped because too many keys waited.
-    reader : object
-        If not None, `take` returns events to this reader only.
     """
 
     def __cinit__(self, block_size, max_keys=1 << 18):
@@ -52,15 +50,13 @@ cdef class EventLog:
         with cython.critical_section(self.lock):
             self.append(keys, medium, removed)
 
-    def take(self, max_events=None, reader=None):
+    def take(self, max_events=None):
         """Take the events out, or the first `max_events` of them, oldest first.
 
         Parameters
         ----------
         max_events : int, optional
             The most events to take.
-        reader : object
-            The reader that takes them. If the log has another `reader`, nothing is taken.
 
         Returns
         -------
@@ -73,7 +69,7 @@ cdef class EventLog:
         taken.waiting = deque()
         taken.block_size = self.block_size
         with cython.critical_section(self.lock):
-            n = len(self.waiting) if self.reader is None or self.reader is reader else 0
+            n = len(self.waiting)
             taken.next_number = self.last_number - len(self.waiting) + 1
             if n and (max_events is None or max_events >= n):
                 self.waiting, taken.waiting = taken.waiting, self.waiting

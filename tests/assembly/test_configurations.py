@@ -21,7 +21,7 @@ from kvcache.options import Component, OptionError
 
 CASES = [json.loads(line) for line in Path(__file__).with_name("configurations.json").read_text().splitlines()]
 PACKAGES = {"disk": "xxhash", "mooncake": "xxhash", "valkey": "valkey", "zstd": "zstandard", "fp8": "torch"}
-PACKAGES |= {"prometheus": "prometheus_client", "kv_events": "zmq"}
+PACKAGES |= {"prometheus": "prometheus_client"}
 
 
 def described(value: Any) -> Any:

@@ -85,10 +85,6 @@ def test_room_is_checked_with_tiers_only(tmp_path):
         ("kvcache.tiers.memory:MemoryOptions", "kvcache.tiers.memory:MemoryTier"),
         ("kvcache.tiers.valkey:ValkeyOptions", "kvcache.tiers.valkey:ValkeyTier"),
         ("kvcache.tiers.mooncake:MooncakeOptions", "kvcache.tiers.mooncake:MooncakeTier"),
-        (
-            "kvcache.exporters.kv_events.exporter:KVEventOptions",
-            "kvcache.exporters.kv_events.publisher:KVEventPublisher",
-        ),
         ("kvcache.exporters.prometheus:PrometheusOptions", "kvcache.exporters.prometheus:PrometheusExporter"),
         ("kvcache.assembly.assemble:OffloadSettings", "kvcache.control.cpu:CPUOffloadingManager"),
     ],
@@ -99,8 +95,6 @@ def test_option_defaults_equal_the_constructors(options, constructor):
     )
     defaults = {name: one.default for name, one in inspect.signature(made).parameters.items()}
     declared = {name: one.default for name, one in table.declared().items() if name in defaults}
-    # An exporter's topic is a template, which only it fills in.
-    declared.pop("topic", None)
     expected = {name: defaults[name] for name in declared}
     required = {name for name, default in declared.items() if default is dataclasses.MISSING}
     assert all(expected.pop(name) is inspect.Parameter.empty for name in required)

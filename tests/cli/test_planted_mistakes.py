@@ -146,7 +146,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OURS, {f"{EXTRA}.tiers": {"type": "disk"}}, f"tiers in {EXTRA} must be a list of dicts"),
     (OURS, {f"{EXTRA}.eviction_policy": "arc"}, "kvcache reads 'cache_policy', not 'eviction_policy'"),
     (OURS, {f"{EXTRA}.data_plane": "cuda"}, f"data_plane in {EXTRA} must be one of vllm, kvcache"),
-    (OURS, {f"{EXTRA}.exporters": ["kv_events"]}, "the exporter 'kv_events' does not work under vLLM"),
+    (OURS, {f"{EXTRA}.exporters": ["kv_events"]}, "it was removed: vLLM publishes events with"),
     (OURS, {f"{EXTRA}.self_describing_kv_events": "true"}, "self_describing_kv_events in"),
     (OURS, {f"{EXTRA}.data_plane": "kvcache", f"{EXTRA}.canonical_layout": True}, "not support 'canonical_layout'"),
     (OURS, {f"{EXTRA}.pool_folder": "/no-such-shm"}, "pool_folder must be a folder in shared memory"),

@@ -248,7 +248,7 @@ def test_finalizer_between_operations_finds_all_events(policy: str) -> None:
         if output is not None:
             manager.complete_store(output.keys_to_store, None, draw.random() < 0.8)
         if round_ % 50 == 49:
-            meanwhile.depth -= 1  # a publisher announces a reset itself
+            meanwhile.depth -= 1  # a reset is a gap in the numbers
             manager.reset_cache()
             held.clear()
             meanwhile.depth += 1

@@ -66,14 +66,6 @@ def test_events_in_pieces_keep_order() -> None:
     assert read == made
 
 
-def test_take_of_another_reader_returns_nothing() -> None:
-    log, reader = EventLog(16), object()
-    log.reader = reader
-    log.add([b"a"], "CPU", False)
-    assert list(log.take()) == list(log.take(5, object())) == []
-    assert [event.keys for event in log.take(None, reader)] == [[b"a"]]
-
-
 def test_event_keeps_keys_of_changed_list() -> None:
     manager = CPUOffloadingManager(16, 2, "lru", enable_events=True)
     keys = [b"a", b"b"]

@@ -93,7 +93,7 @@ class AnnouncedMachine(RuleBasedStateMachine):
     def reset(self):
         self.end_loads()
         self.manager.reset_cache()
-        # The publisher announces a reset; the manager records no event for it.
+        # The manager records no event for a reset; a gap in the numbers shows it.
         self.view.clear()
 
     @rule(fails_get=st.booleans(), fails_put=st.booleans(), refuses=st.booleans())

@@ -1,4 +1,4 @@
-"""A process that ends while exporters, a recorder and a router run neither crashes nor hangs."""
+"""A process that ends while exporters, and a recorder run neither crashes nor hangs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ ENGINE = """
 import atexit, os, sys, threading, time
 from pathlib import Path
 
-import zmq
-
 from kvcache import CPUOffloadingManager, Recorder, ReqContext
 from kvcache.control.telemetry import Telemetry
-from kvcache.exporters.kv_events import KVEventPublisher
 from kvcache.exporters.prometheus import PrometheusExporter
 from kvcache.exporters.status import StatusServer, ask
 
 way, folder = sys.argv[1], Path(sys.argv[2])
 manager = CPUOffloadingManager(16, 64, enable_events=True)
 telemetry = Telemetry(manager, time_calls=True)
-publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
-publisher.follow(manager)
 status, prometheus = StatusServer(telemetry, folder / "s.sock"), PrometheusExporter(telemetry, 0)
 recorder = Recorder(manager, folder / "run.kvlog")
 
@@ -37,14 +32,6 @@ def schedule():
             manager.complete_store(output.keys_to_store, context)
         manager.on_request_finished(context)
 
-def follow():
-    socket = zmq.Context().socket(zmq.DEALER)
-    socket.connect(publisher.replay_endpoint)
-    while True:
-        socket.send_multipart((b"", bytes(8)))
-        while socket.poll(10):
-            socket.recv_multipart()
-
 def watch():
     while True:
         ask(folder / "s.sock", "status")
@@ -55,12 +42,12 @@ def quietly(work):
     except (OSError, ValueError):
         pass
 
-for work in (schedule, follow, watch):
+for work in (schedule, watch):
     threading.Thread(target=quietly, args=(work,), daemon=True).start()
 time.sleep(0.2)
-closes = [publisher.close, status.close, prometheus.close, recorder.stop]
+closes = [status.close, prometheus.close, recorder.stop]
 if way == "closed in half":
-    closes[0](), closes[2]()
+    closes[0]()
 elif way == "at exit":
     for close in closes:
         atexit.register(close)
@@ -78,7 +65,7 @@ print("end")
 @pytest.mark.parametrize("way", ["left open", "closed in half", "at exit", "dropped", "forked"])
 def test_process_ends_while_threads_are_busy(tmp_path: Path, way: str) -> None:
     # Import them here, so that a missing package skips the test.
-    for name in ("msgspec", "prometheus_client", "zmq"):
+    for name in ("msgspec", "prometheus_client"):
         importlib.import_module(name)
     tmp_path.chmod(0o700)
     ended = subprocess.run(

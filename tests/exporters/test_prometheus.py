@@ -30,6 +30,7 @@ from kvcache import (
     TieredOffloadingManager,
     TransferResult,
 )
+from kvcache.assembly.assemble import OffloadSettings, open_manager
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.local_server import LocalServer
 from kvcache.exporters.prometheus import PrometheusExporter, PrometheusOptions, TelemetryCollector, start_server
@@ -182,6 +183,14 @@ def test_spec_opens_it_manager_closes_it() -> None:
     manager.shutdown()
     with pytest.raises(OSError, match="refused"):
         fetch(address)
+
+
+def test_exporter_failing_to_open_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    settings = OffloadSettings.parse({"num_cpu_blocks": 8, "exporters": [{"type": "prometheus", "port": 65535}]})
+    manager = open_manager(settings, block_size=16, num_blocks=8, labels={"engine": "e", "rank": "1"})
+    assert manager.telemetry.exporters == []
+    assert "port must be an int in 0..65535, got 65536" in caplog.text
+    manager.shutdown()
 
 
 class SlowSource:

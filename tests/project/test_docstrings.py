@@ -5,7 +5,7 @@ import inspect
 import re
 from enum import Enum
 
-MODULES = ["kvcache", "kvcache.testing", "kvcache.exporters.kv_events", "kvcache.integrations.transformers"]
+MODULES = ["kvcache", "kvcache.testing", "kvcache.integrations.transformers"]
 # What these are is said once, by `OffloadingManager`.
 KNOWN = {"self", "cls", "key", "keys", "req_context"}
 

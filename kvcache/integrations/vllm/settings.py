@@ -336,8 +336,6 @@ def _read_data_plane(extra_config: Mapping[str, Any]) -> str | None:
 
 def _check_under_engine(settings: OffloadSettings) -> None:
     """Raise ValueError if the options of our manager do not work under vLLM."""
-    if any(component.cls.needs_events for component in settings.exporters):
-        raise ValueError("the exporter 'kv_events' does not work under vLLM; use vLLM's --kv-events-config")
     if settings.cpu_bytes_to_use is None:
         raise ValueError(f"{WHERE} must have 'cpu_bytes_to_use', the host memory of all ranks: bytes, or '64GiB'")
     if settings.pool_path is not None:
