@@ -1,27 +1,16 @@
-"""Frames of a running engine's counters, read from its status socket or a `/metrics` URL."""
+"""Frames of a running engine's counters, read from its status socket."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from http.client import HTTPResponse
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 WINDOWS_S = (60.0, 300.0, 900.0)
 """Over which rates are shown; no frame is kept for longer."""
-_PREFIXES = ("kvcache_", "vllm:kvcache_")
-_NO_VALUES = ("_created", "_bucket", "_sum", "_count")
-_COMMON = ("engine", "rank", "policy", "model_name")
 _TIMEOUT_S = 5.0
-_MAX_PAGE_BYTES = 16 << 20
-_MAX_PARSED_BYTES = 1 << 20  # of kvcache's own series, some 10,000
 
 
 @dataclass(slots=True)
@@ -122,84 +111,6 @@ def read_what_if(path: Path) -> WhatIf | None:
         return WhatIf(str(answer["policy"]), int(answer["num_blocks"]), capacities, hit_ratios)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None  # made without, or of a version that answers otherwise
-
-
-def url_reader(url: str) -> Callable[[], Frame]:
-    """Return a function that reads a frame from a `/metrics` URL, and follows no redirect."""
-    import urllib.error
-    import urllib.request
-    from http.client import HTTPException, InvalidURL
-
-    import prometheus_client  # noqa: F401 - a missing package is reported before the first look
-
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"--url must begin with http:// or https://, got {url!r}")
-
-    class NoRedirect(urllib.request.HTTPRedirectHandler):
-        def redirect_request(self, *args: Any) -> None:
-            return None
-
-    opener = urllib.request.build_opener(NoRedirect)
-
-    def look() -> Frame:
-        try:
-            with opener.open(url, timeout=_TIMEOUT_S) as answer:
-                text = _read_page(answer, time.monotonic() + _TIMEOUT_S).decode(errors="replace")
-        except urllib.error.HTTPError as error:
-            error.close()  # it holds the connection
-            raise OSError(f"{url} does not answer: {error}") from None
-        except InvalidURL as error:
-            raise ValueError(f"--url must be a URL, got {url!r}: {error}") from error
-        except (OSError, HTTPException) as error:
-            raise OSError(f"{url} does not answer: {error or type(error).__name__}") from error
-        return parse_metrics(text, time.time(), url)
-
-    return look
-
-
-def _read_page(answer: HTTPResponse, end_s: float) -> bytes:
-    """Return the body of an answer; raise OSError if it is too long or takes too long."""
-    parts = []
-    num_bytes = 0
-    while part := answer.read1(1 << 16):
-        parts.append(part)
-        num_bytes += len(part)
-        if num_bytes > _MAX_PAGE_BYTES or time.monotonic() >= end_s:
-            raise OSError(f"its answer does not end after {num_bytes} bytes")
-    return b"".join(parts)
-
-
-def parse_metrics(text: str, time_s: float, where: str) -> Frame:
-    """Return the frame of a `/metrics` page, of which only the lines of kvcache's gauges and counters are parsed."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    # Names end at the labels or at the value.
-    text = "".join(
-        f"{line}\n"
-        for line in text.split("\n")
-        if line.startswith(_PREFIXES) and not line.partition("{")[0].partition(" ")[0].endswith(_NO_VALUES)
-    )
-    if len(text) > _MAX_PARSED_BYTES:
-        raise ValueError(f"{where} has {len(text)} bytes of kvcache's series, more than {_MAX_PARSED_BYTES}")
-
-    values: dict[Key, float] = {}
-    common_labels: dict[str, str] = {}
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                prefix = next((start for start in _PREFIXES if sample.name.startswith(start)), None)
-                if prefix is None:
-                    continue
-                labels = dict(sample.labels)
-                common_labels.update({name: labels.pop(name) for name in _COMMON if name in labels})
-                key = sample.name.removeprefix(prefix).removesuffix("_total"), tuple(labels.items())
-                if math.isfinite(sample.value):
-                    values[key] = values.get(key, 0.0) + sample.value
-    except (ValueError, KeyError, IndexError) as error:
-        raise ValueError(f"{where} is no page of metrics: {error}") from error
-    if not values:
-        raise ValueError(f"{where} shows nothing of kvcache")
-    return Frame(time_s, values, common_labels)
 
 
 def _text_of(labels: dict[str, str]) -> tuple[tuple[str, str], ...]:

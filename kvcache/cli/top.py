@@ -13,7 +13,7 @@ import typer
 
 from kvcache.background import Background
 from kvcache.cli import common
-from kvcache.cli.frames import WINDOWS_S, Frame, History, WhatIf, read_socket, read_what_if, url_reader
+from kvcache.cli.frames import WINDOWS_S, Frame, History, WhatIf, read_socket, read_what_if
 from kvcache.cli.status import SocketOption, find_socket
 from kvcache.cli.terminal import printable
 from kvcache.options import format_size
@@ -31,9 +31,7 @@ _WHAT_IF_HEAD = "what if (* now): hits of host memory and device ('loaded': with
 
 def top(
     socket: SocketOption = None,
-    url: Annotated[
-        str | None, typer.Option(help="Of /metrics, in place of a socket: http://host:port/metrics.", metavar="URL")
-    ] = None,
+    url: Annotated[str | None, typer.Option(hidden=True)] = None,
     interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show one frame and end.")] = False,
 ) -> None:
@@ -41,42 +39,39 @@ def top(
 
     Where standard output is no terminal, frames follow one another as plain text.
     """
-    if socket is not None and url is not None:
-        raise ValueError(f"--socket and --url exclude each other, got {socket} and {url!r}")
+    if url is not None:
+        raise ValueError(f"--url was removed: use `curl {url}`, or the dashboard of `kvcache metrics dashboard`")
     if not 0.1 <= interval <= 3600:
         raise ValueError(f"--interval must be 0.1 to 3600 seconds, got {interval}")
-    if url is not None:
-        address, look, ask_what_if = url, url_reader(url), None
-    else:
-        path = find_socket(socket)
-        address, look, ask_what_if = str(path), partial(read_socket, path), partial(read_what_if, path)
+    path = find_socket(socket)
+    look, ask_what_if = partial(read_socket, path), partial(read_what_if, path)
     history = History()
     history.add(look())
     if once:
         # Rates need two looks.
         time.sleep(interval)
         history.add(look())
-        common.report_console(None).print(view(address, history, ask_what_if() if ask_what_if else None))
+        common.report_console(None).print(view(str(path), history, ask_what_if()))
         return
-    _watch(address, history, look, ask_what_if, interval)
+    _watch(str(path), history, look, ask_what_if, interval)
 
 
 def _watch(
     address: str,
     history: History,
     look: Callable[[], Frame],
-    ask_what_if: Callable[[], WhatIf | None] | None,
+    ask_what_if: Callable[[], WhatIf | None],
     interval_s: float,
 ) -> None:
     from rich.live import Live
 
-    estimate = None if ask_what_if is None else _Estimate(ask_what_if)
+    estimate = _Estimate(ask_what_if)
     fault = ""
     on = common.report_console(None)
     with Live(console=on, screen=True, auto_refresh=False) if on.is_terminal else nullcontext(on) as shown:
         try:
             while True:
-                frame = view(address, history, None if estimate is None else estimate.latest(), fault)
+                frame = view(address, history, estimate.latest(), fault)
                 if isinstance(shown, Live):
                     shown.update(frame, refresh=True)
                 else:

@@ -1,17 +1,14 @@
-"""`kvcache status` and `kvcache top` with sockets and servers of others: one clear line, and an exit status."""
+"""`kvcache status` and `kvcache top` with sockets of others: one clear line, and an exit status."""
 
 import json
 import os
-import re
 import socket
 import threading
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from kvcache.cli import frames
 from kvcache.exporters import status as status_module
 
 COMMANDS = (("status",), ("top", "--once", "--interval", "0.1"))
@@ -46,14 +43,6 @@ def engine_answering(path, answers):
     """Give every client of a socket the answer to its command."""
     listener = bound(socket.SOCK_STREAM, 128)(path)
     return answering(listener, lambda request: [answers.get(json.loads(request or b"{}").get("command"), b"")])
-
-
-@contextmanager
-def page_answering(answer):
-    """Yield the URL of a server with such answers."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    with answering(listener, answer):
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
 
 
 def result(value):
@@ -208,55 +197,3 @@ def test_engine_text_never_steers_the_terminal(run, tmp_path):
         code, _, text = run("status", "--socket", path)
     assert code == 2
     assert rf"{path}: status: \x1b[2J\ud800[/red]" in text
-
-
-@pytest.mark.parametrize(
-    ("answer", "status", "fault"),
-    [
-        (b"SSH-2.0-OpenSSH\r\n", 1, "does not answer"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 1, "does not answer"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n\xff\xfe", 2, "shows nothing of kvcache"),
-        (b"HTTP/1.1 302 Found\r\nLocation: ftp://127.0.0.1:1/", 1, "does not answer: HTTP Error 302"),
-        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/", 1, "does not answer: HTTP Error 302"),
-        (b"HTTP/1.1 302 Found\r\nLocation: file:///etc/hostname", 1, "does not answer: HTTP Error 302"),
-    ],
-)
-def test_foreign_server_is_named_without_redirect(run, answer, status, fault):
-    if b"302" in answer:
-        answer += b"\r\nContent-Length: 0\r\n\r\n"
-    with page_answering(lambda request: [answer]) as url:
-        code, _, error = run("top", "--once", "--url", url)
-    assert code == status
-    assert f"{url} {fault}" in error
-
-
-def test_parse_metrics_of_many_series_raises(monkeypatch):
-    monkeypatch.setattr("prometheus_client.parser.text_string_to_metric_families", None)
-    page = "".join(f'kvcache_free_blocks{{engine="{number}"}} 1\n' for number in range(100_000))
-    with pytest.raises(ValueError, match=r"x has \d+ bytes of kvcache's series, more than 1048576"):
-        frames.parse_metrics(page, 0.0, "x")
-
-
-def test_parse_metrics_skips_foreign_series():
-    others = "".join(f'python_info{{number="{number}"}} 1\n' for number in range(100_000))
-    frame = frames.parse_metrics(f"{others}kvcache_free_blocks 3\n{others}", 0.0, "x")
-    assert frame.values == {("free_blocks", ()): 3.0}
-
-
-@pytest.mark.parametrize(("name", "value"), [("_TIMEOUT_S", 0.5), ("_MAX_PAGE_BYTES", 1 << 10)])
-def test_page_without_an_end_is_named(run, monkeypatch, name, value):
-    monkeypatch.setattr(frames, "_TIMEOUT_S", 60.0)
-    monkeypatch.setattr(frames, name, value)
-
-    def endless(request):
-        yield b"HTTP/1.1 200 OK\r\n\r\n"
-        while True:
-            yield b"# nothing\n"
-            time.sleep(0.001)
-
-    with page_answering(endless) as url:
-        code, _, error = run("top", "--once", "--url", url)
-    assert code == 1
-    assert f"{url} does not answer: its answer does not end" in error
-    # In 60 s the server sends more.
-    assert int(re.search(r"after\s+(\d+)\s+bytes", error)[1]) < 1 << 18

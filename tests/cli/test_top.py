@@ -1,8 +1,7 @@
-"""The output of `kvcache top`, from a socket and from a page of metrics."""
+"""The output of `kvcache top`."""
 
 import io
 import itertools
-import json
 import signal
 import subprocess
 import sys
@@ -12,10 +11,9 @@ import pytest
 from rich.console import Console
 
 from kvcache import ReqContext, TieredOffloadingManager
-from kvcache.cli.frames import Frame, History, WhatIf, parse_metrics
+from kvcache.cli.frames import Frame, History, WhatIf
 from kvcache.cli.top import view
 from kvcache.control.telemetry import Telemetry
-from kvcache.exporters.prometheus import start_server
 from kvcache.exporters.status import StatusServer
 from kvcache.tiers.memory import MemoryTier
 
@@ -48,15 +46,6 @@ def test_socket_frame_shows_media_and_estimate(telemetry, run):
     assert "what if (* now): hits of host memory and device ('loaded': without the device)" in lines
     assert "blocks 2 4 8* 16 32 64" in lines
     assert any(line.startswith("arc*") for line in lines)
-
-
-def test_page_of_metrics_shows_the_same(telemetry, run):
-    exporter = start_server(telemetry, 0)
-    code, out, _ = run("top", "--once", "--interval", "0.1", "--url", exporter.address)
-    assert code == 0
-    lines = {" ".join(line.split()) for line in out.splitlines()}
-    assert {"host 6 8 6 MiB 0 B 0 B 0", "MEMORY 6 32 6 MiB 0 B 0 B 0 works"} <= lines
-    exporter.close()
 
 
 def shown(values, what_if=None, fault="", width=80, address="x", labels=None):
@@ -152,26 +141,10 @@ def test_paused_and_unavailable_tiers_are_named():
     assert all(part in text for part in ("writes paused", "12.50 ms", "not answering: refused")), text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "error"),
-    [(("--url", "http://127.0.0.1:1/metrics"), 1, "does not answer"), (("--once",), 2, "no engine answers")],
-)
-def test_silent_engine_is_named(arguments, status, error, run, tmp_path, monkeypatch):
+def test_top_without_engine_fails(run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    code, _, text = run("top", *arguments)
-    assert (code, error in text) == (status, True), text
-
-
-@pytest.mark.parametrize("text", ["<html>", "garbage {{", "up 1\n", "", json.dumps({"a": 1})])
-def test_foreign_page_is_refused(text):
-    with pytest.raises(ValueError, match=r"http://x (is no page of metrics|shows nothing of kvcache)"):
-        parse_metrics(text, 0.0, "http://x")
-
-
-def test_vllms_names_are_read_alike():
-    frame = parse_metrics('vllm:kvcache_loaded_blocks_total{engine="0",model_name="m"} 7\n', 1.0, "x")
-    assert frame.get("loaded_blocks") == 7
-    assert frame.labels == {"engine": "0", "model_name": "m"}
+    code, _, text = run("top", "--once")
+    assert (code, "no engine answers" in text) == (2, True), text
 
 
 def test_status_names_breakers_as_top_does(telemetry, run):
