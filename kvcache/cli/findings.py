@@ -374,19 +374,19 @@ def _check_tier(subject: str, tier: TierSettings, block_bytes: int, owner_pid: i
                 "warning", subject, f"{disk.path}, owner {status.st_uid}, mode {mode}: other users may read it"
             )
         yield Finding("ok", subject, f"{disk.path} exists and takes {format_size(disk.used_bytes)} on disk")
-    yield from _check_wear(subject, disk, tier.config.endurance, block_bytes)
+    yield from _check_wear(subject, disk, block_bytes)
     if not disk.is_read_only and (disk.path.is_dir() or not disk.path.exists()):
         yield _room(subject, disk.path, disk.needed_bytes)
 
 
-def _check_wear(subject: str, disk: _Disk, endurance: float | str | None, block_bytes: int) -> Iterator[Finding]:
+def _check_wear(subject: str, disk: _Disk, block_bytes: int) -> Iterator[Finding]:
     """Check the budget of writes, and describe the life of the SSD at the last process's rate, once that is known."""
     wear = getattr(disk.tier, "recorded_wear", lambda *_: None)(disk.path, disk.capacity_bytes, block_bytes)
     if wear is None:
         return
-    if endurance is not None:
+    if disk.endurance is not None:
         try:
-            wear.limit(endurance)
+            wear.limit(disk.endurance)
         except ValueError as error:
             yield Finding("error", subject, str(error))
             return
@@ -403,11 +403,17 @@ class _Disk:
     path: Path
     capacity_bytes: int
     is_read_only: bool
+    endurance: float | str | None
 
     @property
     def used_bytes(self) -> int:
         # An engine with several pools of pages has a folder for each.
         return sum(entry.lstat().st_blocks * 512 for entry in self.path.rglob("*") if entry.is_file())
+
+    @property
+    def daily_bytes(self) -> float:
+        endurance = self.endurance or 0.0
+        return float(endurance.removesuffix("/day") if isinstance(endurance, str) else endurance * self.capacity_bytes)
 
     @property
     def needed_bytes(self) -> int:
@@ -427,7 +433,8 @@ def _disk_of(tier: TierSettings) -> _Disk | None:
     if "path" not in options or "capacity" not in options:
         return None
     capacity_bytes = parse_size("capacity", options["capacity"])
-    return _Disk(tier.cls, Path(options["path"]), capacity_bytes, options.get("read_only") is True)
+    is_read_only = options.get("read_only") is True
+    return _Disk(tier.cls, Path(options["path"]), capacity_bytes, is_read_only, tier.config.endurance)
 
 
 def _check_together(tiers: list[TierSettings]) -> Iterator[Finding]:
@@ -441,6 +448,13 @@ def _check_together(tiers: list[TierSettings]) -> Iterator[Finding]:
     for disk in disks:
         by_system.setdefault(_existing(disk.path).stat().st_dev, []).append(disk)
     for together in by_system.values():
+        limited = [disk for disk in together if disk.endurance is not None]
+        if len(limited) > 1:
+            # Drive writes count the capacity of their tier, so they are a part of what the device endures already.
+            is_whole = any(isinstance(disk.endurance, str) for disk in limited)
+            total = format_size(sum(disk.daily_bytes for disk in limited))
+            text = f"{len(limited)} tiers of one device may write {total} a day together: the device must endure that"
+            yield Finding("warning" if is_whole else "ok", "tiers", text)
         free = shutil.disk_usage(_existing(together[0].path)).free
         needed = sum(disk.needed_bytes for disk in together)
         # A tier that does not fit alone has an error of its own.

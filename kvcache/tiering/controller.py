@@ -84,10 +84,10 @@ class TierConfig(Options):
         parse_endurance, None, when="an SSD must not wear out early: its rated drive writes a day"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_together(self, where: str) -> None:
         if self.endurance is not None and self.write_policy != "write_through":
-            raise ValueError(f"endurance chooses what is written: omit write_policy {self.write_policy!r}")
+            place = f" in {where}" if where else ""
+            raise ValueError(f"endurance chooses what is written{place}: omit write_policy {self.write_policy!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,9 +361,6 @@ class TierController:
         direction.num_blocks -= num_blocks
         direction.num_moved += len(result.done)
         direction.seconds.observe(now_s - job.sent_s)
-        if self.tier.wear is not None and not job.is_load:
-            # A write that failed may have reached the disk.
-            self.tier.wear.spend(len(result.done) + len(result.failed))
         if not job.is_load:
             self.backlog.note_unwritten(len(result.failed), job.is_again)
         if result.error:

@@ -413,10 +413,24 @@ def test_check_names_life_of_disk(check, tmp_path, endurance, level):
 
 
 @pytest.mark.parametrize(
+    ("endurance", "level", "total"), [("6TiB/day", "warning", "12 TiB"), (3, "ok", "6 GiB"), (None, None, "")]
+)
+def test_budgets_of_one_device_add_up(check, tmp_path, endurance, level, total):
+    tier = {"type": "disk", "capacity": "1GiB", "endurance": endurance}
+    tiers = [{**tier, "path": str(tmp_path / name)} for name in "ab"]
+    status, text = check({"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": tiers}, "--json")
+    found = [finding for finding in json.loads(text)["findings"] if "may write" in finding["text"]]
+    assert (status, [finding["level"] for finding in found]) == (0, [level] if level else [])
+    assert all(f"2 tiers of one device may write {total} a day together" in finding["text"] for finding in found)
+
+
+@pytest.mark.parametrize(
     ("entry", "message"),
     [
         ({"endurance": "1KiB/day"}, "endurance must allow at least one block a day, got '1024/day' for"),
         ({"endurance": "64MiB/day"}, ""),
+        ({"endurance": 3, "write_policy": "write_back"}, "omit write_policy 'write_back'"),
+        ({"endurance": 3, "write_policy": "write_through_selective"}, "omit write_policy"),
         ({"type": "memory", "path": None, "endurance": 3}, "this tier does not wear"),
     ],
 )

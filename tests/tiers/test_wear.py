@@ -28,8 +28,8 @@ class Machine:
     def __init__(self):
         self.now_s, self.record = 5000.0, b""
 
-    def start(self, endurance=1.0):
-        wear = Wear(NUM_BLOCKS, 4096, is_kept=True, clock=lambda: self.now_s)
+    def start(self, endurance=1.0, record_s=0.0):
+        wear = Wear(NUM_BLOCKS, 4096, record_s, clock=lambda: self.now_s)
         if endurance is not None:
             wear.limit(endurance)
         wear.restore(self.record)
@@ -62,7 +62,7 @@ def test_endurance_is_drives_or_bytes(given, parsed):
     assert parse_endurance("endurance", given) == parsed
 
 
-INVALID = [0, -1, True, None, "", "3x", "6TiB", "0/day", "nan", math.inf, 1001, [3], "6TiB/week"]
+INVALID = [0, -1, True, None, "", "3x", "3_0", "6TiB", "0/day", "nan", math.inf, 1001, [3], "6TiB/week"]
 
 
 @pytest.mark.parametrize("given", INVALID)
@@ -123,6 +123,29 @@ def test_kill_loses_what_was_ahead():
     again = machine.start()
     again.keep(0.0)
     assert again.left() == pytest.approx(NUM_BLOCKS * (DAY_S / 2 + 60 - 300) / DAY_S)
+
+
+@pytest.mark.parametrize("record_s", [600.0, 3600.0])
+def test_rare_records_keep_whole_budget(record_s):
+    machine = Machine()
+    wear, spent = machine.start(10.0, record_s), 0
+    for _ in range(int(2 * DAY_S / record_s)):
+        machine.save(wear)
+        machine.now_s += record_s
+        num_blocks = int(wear.left())
+        wear.spend(num_blocks)
+        spent += num_blocks
+    assert spent > 0.95 * 20 * NUM_BLOCKS
+
+
+def test_stop_counts_writes_under_way(tmp_path):
+    """The scheduler stops the tier, and never reads the ends of its writes."""
+    path, capacity = tmp_path / "kv", DiskTier.capacity_for(1000, 4096)
+    for stop in range(3):
+        tier = DiskTier(DiskOptions(path=path, capacity=capacity), np.zeros((8, 4096), np.uint8))
+        assert tier.submit_store(1, [b"%d %d" % (stop, place) for place in range(8)], list(range(8)))
+        tier.shutdown()
+        assert DiskTier.recorded_wear(path, capacity)._num_written == pytest.approx(8 * (stop + 1))
 
 
 def test_other_boot_grants_nothing(monkeypatch):

@@ -82,6 +82,8 @@ class SimulatedTier(Tier):
         ended, self._ended = self._ended, []
         self._index.complete_load(self._loading)
         self._index.complete_store(self._storing)
+        if self.wear is not None:
+            self.wear.spend(len(self._storing))
         self._loading, self._storing = [], []
         return ended
 

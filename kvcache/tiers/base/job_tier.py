@@ -317,9 +317,17 @@ class JobTier(Medium, Tier):
             return True
 
     def _run_batch(self, batch: TierBatch) -> Sequence[int] | None:
-        if self._stage is None:
-            return self.get(batch) if batch.is_load else self.put(batch)
-        return self._stage.get(batch, self.get) if batch.is_load else self._stage.put(batch, self.put)
+        if batch.is_load:
+            return self.get(batch) if self._stage is None else self._stage.get(batch, self.get)
+        outcomes: Sequence[int] | None = None
+        try:
+            outcomes = self.put(batch) if self._stage is None else self._stage.put(batch, self.put)
+        finally:
+            if self.wear is not None:
+                # Not where the scheduler reads the end, because at a shutdown it does not. A write that failed may have
+                # reached the disk.
+                self.wear.spend(len(batch.keys) - (outcomes or []).count(BlockOutcome.HELD))
+        return outcomes
 
     def _cut(self, slots: list[int] | None, in_order: list[int]) -> list[list[int]]:
         """Return the groups of `cut` if they name every position once, or else batches of `max_batch_blocks`."""

@@ -155,7 +155,7 @@ class Tier(Configurable, ABC):
     uses_arbiter : bool
         Of the class: whether the option `arbiter` of an entry of ``tiers`` is on by default.
     wear : Wear or None
-        The writes of a disk, and their budget; None: the medium does not wear.
+        The writes of a disk, which the tier counts when they end, and their budget; None: the medium does not wear.
 
     Notes
     -----

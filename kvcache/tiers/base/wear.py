@@ -28,7 +28,8 @@ _START_S = 60.0
 _SPARE_S = 120.0
 """A budget of at least the growth of this time covers every block; a smaller one only blocks of better classes."""
 _AHEAD_S = 300.0
-"""The growth of this time, or a block, may be spent before the next record. A kill loses it, so none is spent twice."""
+"""The growth of at least this time, or a block, may be spent before the next record. A kill loses it, so none is spent
+twice."""
 _MAGIC = b"kvwear 1"
 _RECORD = struct.Struct("<8s4d8s")
 
@@ -38,8 +39,9 @@ def parse_endurance(name: str, value: object) -> float | str:
     text = str(value).strip().lower()
     if isinstance(value, str) and text.endswith("/day"):
         return f"{parse_size(name, text.removesuffix('/day'))}/day"
+    # float() also reads "3_0".
     with suppress(ValueError):
-        drives = float(text)
+        drives = float(text) if "_" not in text else math.nan
         if not isinstance(value, bool) and 0 < drives <= 1000:
             return drives
     raise ValueError(f"{name} must be drive writes a day, such as 3, or bytes such as '6TiB/day', got {value!r}")
@@ -67,16 +69,18 @@ def _boot_id() -> bytes:
 class Wear:
     """Writes of a disk of `num_blocks` blocks: those of the last day, and the budget for later ones.
 
-    Without a call of `limit`, the budget is unlimited. If it `is_kept` in a record on the disk, it may be spent only as
-    far as `keep` allows. `clock` is monotonic, in seconds. Any thread may call the methods.
+    Without a call of `limit`, the budget is unlimited. If it is kept in a record on the disk, about each `record_s`
+    seconds, it may be spent only as far as `keep` allows. `clock` is monotonic, in seconds. Any thread may call the
+    methods.
     """
 
     def __init__(
-        self, num_blocks: int, block_bytes: int, is_kept: bool = False, clock: Callable[[], float] = uptime_s
+        self, num_blocks: int, block_bytes: int, record_s: float | None = None, clock: Callable[[], float] = uptime_s
     ) -> None:
         self.num_blocks = num_blocks
         self.per_day = math.inf
-        self._is_kept = is_kept
+        self._is_kept = is_kept = record_s is not None
+        self._ahead_s = max(_AHEAD_S, record_s or 0.0)
         self._block_bytes = block_bytes
         self._clock = clock
         self._lock = RLock()
@@ -147,7 +151,7 @@ class Wear:
             num_kept = max(0.0, self._num_left)
             # Blocks are spent whole, so a part of one is kept.
             if not is_last and self.is_limited and num_kept >= 1:
-                num_kept = max(0.0, num_kept - max(1.0, self._growth(_AHEAD_S)))
+                num_kept = max(0.0, num_kept - max(1.0, self._growth(self._ahead_s)))
             # In bytes: after `clear_directory`, the next tier of the directory may have blocks of another size.
             kept_bytes, written_bytes = num_kept * self._block_bytes, self._num_written * self._block_bytes
             body = _RECORD.pack(_MAGIC, kept_bytes, self._as_of_s, written_bytes, self._observed_s, _boot_id())

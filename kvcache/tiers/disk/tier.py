@@ -152,7 +152,7 @@ class DiskTier(JobTier):
         is_packed = self._header.slot_bytes == block_bytes
         max_run_blocks = max(1, min(MAX_RUN_BLOCKS, options.max_io_bytes // block_bytes)) if is_packed else 1
         self._shared_blocks = SHARED_BYTES // block_bytes
-        self.wear = Wear(self._header.num_slots, self._header.slot_bytes, is_kept=True)
+        self.wear = Wear(self._header.num_slots, self._header.slot_bytes, options.flush_interval_s)
         self._store: BlockStore | None = None
         self._current = (0, self._header.generation)
         self._marks: list[Background] = []
@@ -216,7 +216,7 @@ class DiskTier(JobTier):
             block_bytes, record = directory.header.block_bytes, directory.read_wear()
         with suppress(ValueError):
             header = Header.fresh(block_bytes, num_slots_within(capacity_bytes, block_bytes), {})
-            wear = Wear(header.num_slots, header.slot_bytes, is_kept=True)
+            wear = Wear(header.num_slots, header.slot_bytes, record_s=0.0)
             wear.restore(record)
             return wear
         return None
