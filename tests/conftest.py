@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -202,6 +203,17 @@ def open_files(tmp_path: Path) -> Callable[[], list[str]]:
     return lambda: [
         path for fd in Path("/proc/self/fd").iterdir() if (path := str(fd.resolve())).startswith(f"{tmp_path}/")
     ]
+
+
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of this user alone for sockets, and for status sockets without a path.
+
+    Its own path is short, wherever TMPDIR lies: the path of a socket has at most 107 bytes.
+    """
+    with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -78,8 +78,8 @@ def bound(kind, backlog=None):
         (bound(socket.SOCK_SEQPACKET, 1), 1, "Protocol wrong type"),
     ],
 )
-def test_silent_path_is_named(run, tmp_path, command, make, status, error):
-    path = tmp_path / "s"
+def test_silent_path_is_named(run, sockets, command, make, status, error):
+    path = sockets / "s"
     made = make(path)
     try:
         code, out, text = run(*command, "--socket", path)
@@ -107,9 +107,9 @@ def test_overlong_socket_path_is_named(run, tmp_path, monkeypatch):
     [b"", b"SSH-2.0-OpenSSH\r\n", b"\xff\xfe", b"[]\n", b'{"ok": true', b'{"ok": false}\n', b"[" * 5000, b"x" * 70_000],
     ids=range(8),
 )
-def test_foreign_answer_names_the_path(run, tmp_path, command, answer, monkeypatch):
+def test_foreign_answer_names_the_path(run, sockets, command, answer, monkeypatch):
     monkeypatch.setattr(status_module, "MAX_ANSWER_BYTES", 65_536)
-    path = tmp_path / "s"
+    path = sockets / "s"
     with engine_answering(path, {"status": answer, "samples": answer}):
         code, out, text = run(*command, "--socket", path)
     assert (code, out) == (2, "")
@@ -132,8 +132,8 @@ def test_foreign_answer_names_the_path(run, tmp_path, command, answer, monkeypat
     ],
     ids=range(9),
 )
-def test_status_of_other_shape_names_path(run, tmp_path, value, arguments):
-    path = tmp_path / "s"
+def test_status_of_other_shape_names_path(run, sockets, value, arguments):
+    path = sockets / "s"
     with engine_answering(path, {"status": result(value)}):
         code, out, text = run("status", "--socket", path, *arguments)
     assert (code, out) == (2, "")
@@ -150,8 +150,8 @@ def test_status_of_other_shape_names_path(run, tmp_path, value, arguments):
     ],
     ids=range(4),
 )
-def test_samples_without_numbers_name_the_path(run, tmp_path, samples):
-    path = tmp_path / "s"
+def test_samples_without_numbers_name_the_path(run, sockets, samples):
+    path = sockets / "s"
     with engine_answering(path, {"samples": result(samples)}):
         code, out, text = run(*TOP, "--socket", path)
     assert (code, out) == (2, "")
@@ -169,8 +169,8 @@ def test_samples_without_numbers_name_the_path(run, tmp_path, samples):
     ],
     ids=range(5),
 )
-def test_estimate_of_other_shape_is_omitted(run, tmp_path, what_if):
-    path = tmp_path / "s"
+def test_estimate_of_other_shape_is_omitted(run, sockets, what_if):
+    path = sockets / "s"
     samples = result({"time_s": 1, "labels": {}, "samples": [["tier_held_blocks", "gauge", {"medium": "[/red]"}, 1]]})
     with engine_answering(path, {"samples": samples, "what_if": result(what_if)}):
         code, out, _ = run(*TOP, "--socket", path)
@@ -179,8 +179,8 @@ def test_estimate_of_other_shape_is_omitted(run, tmp_path, what_if):
     assert "[/red]" in out
 
 
-def test_engine_text_never_steers_the_terminal(run, tmp_path):
-    path = tmp_path / "s"
+def test_engine_text_never_steers_the_terminal(run, sockets):
+    path = sockets / "s"
     evil = "\x1b[2J\ud800[/red]"
     part = {"name": evil, "labels": {evil: evil}, "stats": {evil: evil}}
     refused = json.dumps({"ok": False, "error": evil}).encode()

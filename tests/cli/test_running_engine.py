@@ -11,8 +11,7 @@ from kvcache.metrics import CallStats, HistogramData, Part
 
 
 @pytest.fixture
-def engine(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def engine(sockets):
     options = {"num_cpu_blocks": 8, "cache_policy": "arc", "exporters": ["status"]}
     manager = CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=options)).get_manager()
     yield manager

@@ -19,8 +19,7 @@ from kvcache.tiers.memory import MemoryTier
 
 
 @pytest.fixture
-def telemetry(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def telemetry(sockets, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     host_blocks = np.zeros((8, 16), dtype=np.uint8)
     manager = TieredOffloadingManager(16, 8, [MemoryTier(32, host_blocks)], "arc", what_if=True)
@@ -141,8 +140,7 @@ def test_paused_and_unavailable_tiers_are_named():
     assert all(part in text for part in ("writes paused", "12.50 ms", "not answering: refused")), text
 
 
-def test_top_without_engine_fails(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_top_without_engine_fails(run, sockets):
     code, _, text = run("top", "--once")
     assert (code, "no engine answers" in text) == (2, True), text
 

@@ -74,7 +74,7 @@ def test_every_alert_links_its_section() -> None:
     assert re.sub(r" *runbook_url: .*\n", "", text) == rules()
 
 
-def test_table_names_every_metric(tmp_path: Path) -> None:
+def test_table_names_every_metric(sockets: Path) -> None:
     from prometheus_client import CollectorRegistry, generate_latest
 
     from kvcache import CPUOffloadingManager
@@ -83,7 +83,7 @@ def test_table_names_every_metric(tmp_path: Path) -> None:
     from kvcache.exporters.status import StatusServer
 
     telemetry = Telemetry(CPUOffloadingManager(16, 4), block_bytes=1, time_calls=True)
-    telemetry.exporters.append(StatusServer(telemetry, tmp_path / "own" / "socket"))
+    telemetry.exporters.append(StatusServer(telemetry, sockets / "socket"))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(TelemetryCollector(telemetry))
     page = generate_latest(registry).decode()

@@ -63,13 +63,12 @@ print("end")
 
 
 @pytest.mark.parametrize("way", ["left open", "closed in half", "at exit", "dropped", "forked"])
-def test_process_ends_while_threads_are_busy(tmp_path: Path, way: str) -> None:
+def test_process_ends_while_threads_are_busy(sockets: Path, way: str) -> None:
     # Import them here, so that a missing package skips the test.
     for name in ("msgspec", "prometheus_client"):
         importlib.import_module(name)
-    tmp_path.chmod(0o700)
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-X", "faulthandler", "-c", ENGINE, way, str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-X", "faulthandler", "-c", ENGINE, way, str(sockets)],
         capture_output=True,
         text=True,
         timeout=120,

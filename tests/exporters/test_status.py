@@ -29,13 +29,6 @@ from kvcache.registry import COMMANDS
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "s"
-    path.mkdir(0o700)
-    return path
-
-
-@pytest.fixture
 def manager() -> CPUOffloadingManager:
     manager = CPUOffloadingManager(16, 8, "arc", what_if=True)
     output = manager.prepare_store([b"a", b"b"])
@@ -45,9 +38,9 @@ def manager() -> CPUOffloadingManager:
 
 
 @pytest.fixture
-def server(manager: CPUOffloadingManager, folder: Path) -> Iterator[StatusServer]:
+def server(manager: CPUOffloadingManager, sockets: Path) -> Iterator[StatusServer]:
     telemetry = Telemetry(manager, block_bytes=4096, config={"password_file": Path("/x")})
-    server = StatusServer(telemetry, folder / "s.sock")
+    server = StatusServer(telemetry, sockets / "s.sock")
     yield server
     server.close()
 
@@ -148,8 +141,8 @@ def test_garbage_is_refused_and_counted(server: StatusServer, sent: bytes, error
     assert ask(server.path, "status")["parts"]
 
 
-def test_silent_server_ends_the_wait(folder: Path) -> None:
-    path = folder / "other.sock"
+def test_silent_server_ends_the_wait(sockets: Path) -> None:
+    path = sockets / "other.sock"
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
         other.listen()
@@ -184,11 +177,11 @@ def test_peer_is_known_by_user_id(server: StatusServer, monkeypatch: pytest.Monk
 
 
 def test_served_path_is_refused_dead_replaced(
-    server: StatusServer, manager: CPUOffloadingManager, folder: Path
+    server: StatusServer, manager: CPUOffloadingManager, sockets: Path
 ) -> None:
     with pytest.raises(OSError, match="is served by another process"):
         StatusServer(Telemetry(manager), server.path)
-    dead = folder / "dead.sock"
+    dead = sockets / "dead.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(dead))
     again = StatusServer(Telemetry(manager), dead)
@@ -197,8 +190,8 @@ def test_served_path_is_refused_dead_replaced(
     assert not dead.exists()
 
 
-def test_socket_of_another_kind_stays(manager: CPUOffloadingManager, folder: Path) -> None:
-    path = folder / "log.sock"
+def test_socket_of_another_kind_stays(manager: CPUOffloadingManager, sockets: Path) -> None:
+    path = sockets / "log.sock"
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other,
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as peer,
@@ -211,8 +204,8 @@ def test_socket_of_another_kind_stays(manager: CPUOffloadingManager, folder: Pat
         assert other.recv(1) == b"x"
 
 
-def test_simultaneous_servers_leave_one_serving(manager: CPUOffloadingManager, folder: Path) -> None:
-    path = folder / "s.sock"
+def test_simultaneous_servers_leave_one_serving(manager: CPUOffloadingManager, sockets: Path) -> None:
+    path = sockets / "s.sock"
 
     def begin(start: threading.Barrier, engine: str) -> StatusServer | OSError:
         start.wait()
@@ -247,8 +240,8 @@ signal.pause()
 """
 
 
-def test_forked_child_keeps_no_socket(manager: CPUOffloadingManager, folder: Path) -> None:
-    path = folder / "s.sock"
+def test_forked_child_keeps_no_socket(manager: CPUOffloadingManager, sockets: Path) -> None:
+    path = sockets / "s.sock"
     command = [sys.executable, "-W", "ignore", "-c", FORKING_ENGINE, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as engine:
         assert engine.stdout is not None
@@ -264,26 +257,23 @@ def test_forked_child_keeps_no_socket(manager: CPUOffloadingManager, folder: Pat
             os.kill(child, signal.SIGKILL)
 
 
-def test_foreign_file_is_left_alone(manager: CPUOffloadingManager, folder: Path) -> None:
-    precious = folder / "precious"
+def test_foreign_file_is_left_alone(manager: CPUOffloadingManager, sockets: Path) -> None:
+    precious = sockets / "precious"
     precious.write_text("data")
     with pytest.raises(ValueError, match="is no socket"):
         StatusServer(Telemetry(manager), precious)
     assert precious.read_text() == "data"
 
 
-def test_open_folder_and_long_path_raise(manager: CPUOffloadingManager, folder: Path) -> None:
-    folder.chmod(0o755)
+def test_open_folder_and_long_path_raise(manager: CPUOffloadingManager, sockets: Path) -> None:
+    sockets.chmod(0o755)
     with pytest.raises(ValueError, match=r"must be this user's alone \(chmod 700\)"):
-        StatusServer(Telemetry(manager), folder / "s.sock")
+        StatusServer(Telemetry(manager), sockets / "s.sock")
     with pytest.raises(ValueError, match="at most 107 bytes"):
-        StatusServer(Telemetry(manager), folder / ("x" * 107))
+        StatusServer(Telemetry(manager), sockets / ("x" * 107))
 
 
-def test_default_folder_lists_who_answers(
-    manager: CPUOffloadingManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_default_folder_lists_who_answers(manager: CPUOffloadingManager, sockets: Path) -> None:
     assert live_sockets() == []
     server = StatusServer(Telemetry(manager))
     assert server.path.parent.stat().st_mode & 0o777 == 0o700

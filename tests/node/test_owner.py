@@ -417,8 +417,7 @@ def test_service_keeps_blocks_without_engines(folder, tmp_path):
     assert hits == 20
 
 
-def test_status_and_top_show_each_engine(node, run, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_status_and_top_show_each_engine(node, run, sockets, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     node = node(64, {"cache_policy": "lru", "exporters": ["status"]})
     first, second = node.engine("a"), node.engine("b")
@@ -429,7 +428,7 @@ def test_status_and_top_show_each_engine(node, run, tmp_path, monkeypatch):
     first.prepare_store([key_of(2, 0)], ReqContext())
     # The engine's own socket beside the owner's.
     second.telemetry = Telemetry(second)
-    path = tmp_path / f"kvcache-{os.geteuid()}" / "status-1.sock"
+    path = sockets / f"kvcache-{os.geteuid()}" / "status-1.sock"
     second.telemetry.exporters.append(StatusServer(second.telemetry, path))
     shown = [" ".join(line.split()) for line in run("status")[1].splitlines()]
     named = ("process", "held_blocks", "writing_blocks", "shared_hit_blocks", "round_trips", "outages")

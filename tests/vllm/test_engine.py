@@ -129,14 +129,14 @@ def test_hybrid_model_with_several_groups(boot, models, prompts):
 
 
 @pytest.mark.slow
-def test_events_are_accepted_by_every_router(boot, models, crowd, tmp_path):
+def test_events_are_accepted_by_every_router(boot, models, crowd, sockets):
     import msgspec
     import zmq
     from consumers import READERS, TAKEN
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
-    endpoint = f"ipc://{tmp_path}/events"
+    endpoint = f"ipc://{sockets}/events"
     frames = []
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.subscribe(b"kv@")

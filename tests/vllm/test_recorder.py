@@ -11,8 +11,8 @@ from kvcache.recorder.ops import Op
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiers", [[], [{"type": "memory", "capacity": 60 * BLOCK_BYTES}]], ids=["host", "tiered"])
-def test_engine_is_recorded_on_request(boot, models, prompts, crowd, expected, run, tmp_path, tiers):
-    socket = str(tmp_path / "status")
+def test_engine_is_recorded_on_request(boot, models, prompts, crowd, expected, run, tmp_path, sockets, tiers):
+    socket = str(sockets / "status")
     first, second = str(tmp_path / "first.kvlog"), str(tmp_path / "second.kvlog")
     extra_config = {
         "cpu_bytes_to_use": 50 * BLOCK_BYTES,

@@ -40,7 +40,7 @@ def entry(kind, tmp_path, valkey_url):
 
 @pytest.mark.parametrize("version", [None, "step-1"])
 @pytest.mark.parametrize("kind", ["disk", "valkey"])
-def test_next_start_takes_named_blocks_only(boot, models, prompts, right, tmp_path, valkey_url, kind, version):
+def test_next_start_takes_named_blocks_only(boot, models, prompts, right, tmp_path, sockets, valkey_url, kind, version):
     before, after = right
     config = {**OURS, "tiers": [entry(kind, tmp_path, valkey_url)], "exporters": ["status"]}
     with boot(models["llama"], config) as engine:
@@ -92,7 +92,7 @@ def pool_name(tmp_path):
     shutil.rmtree(node_folder(name))
 
 
-def test_engines_of_node_keep_their_weights(models, prompts, right, pool_name):
+def test_engines_of_node_keep_their_weights(models, prompts, right, pool_name, sockets):
     before, after = right
     config = {**OURS, "node_pool": pool_name, "exporters": ["status"]}
     with running(models["llama"], config) as first, running(models["llama"], config) as second:
