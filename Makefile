@@ -153,8 +153,6 @@ bench-smoke: $(VENV)/extra-bench.stamp
 # traffic to count hits. The sanitized build leaves the same out.
 NOT_DEBUG := tiering/test_latency.py tiering/test_policies_over_tiers.py tiering/test_arbiter.py \
 	core/test_batch_operations.py::test_reorder_of_many_calls_is_linear \
-	control/test_what_if.py::test_filter_costs_twentieth_of_bookkeeping \
-	control/test_what_if.py::test_all_keys_sampled_means_no_error \
 	policies/test_gittins.py::test_store_skips_bounded_blocked_groups \
 	policies/test_gittins.py::test_replay_of_trace_reproduces_table policies/test_gittins.py::test_storing_only_misses_reproduces_table \
 	policies/test_gittins.py::test_interleaved_parts_lose_few_hits \

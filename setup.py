@@ -21,7 +21,7 @@ DIRECTIVES = {
     "cdivision": True,
     "auto_pickle": False,
     "autotestdict": False,
-    # The lock of a table, filter or sampler is its critical section; the GIL may stay off.
+    # The lock of a table or filter is its critical section; the GIL may stay off.
     "freethreading_compatible": True,
 }
 

@@ -53,7 +53,6 @@ PAGES = {
     "docs/howto/tiers.md": "cli,disk",
     "docs/howto/transformers.md": "cli,plot,transformers",
     "docs/howto/vllm.md": "cli,disk",
-    "docs/howto/what-if.md": "cli",
     "docs/howto/which-policy.md": "cli,disk",
 }
 WHOLE = ("README.md", "docs/quickstart.md")

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
 from rich.console import Console
 
-from kvcache.cli.frames import History, read_socket, read_what_if
+from kvcache.cli.frames import History, read_socket
 from kvcache.cli.top import view
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.dashboard import dashboard
@@ -198,7 +198,7 @@ def draw_copies() -> None:
 def draw_top() -> None:
     """Draw a frame of `kvcache top` of a manager with a tier that serves generated chats."""
     host_blocks = np.zeros((1000, 64 << 10), np.uint8)
-    manager = PatientManager(16, 1000, [MemoryTier(4000, host_blocks)], "lru", what_if=True)
+    manager = PatientManager(16, 1000, [MemoryTier(4000, host_blocks)], "lru")
     telemetry = Telemetry(manager, block_bytes=host_blocks.shape[1], time_calls=True)
     replay, make_keys = Replay(manager), KeyMaker()
     with tempfile.TemporaryDirectory() as folder:
@@ -211,7 +211,7 @@ def draw_top() -> None:
                 time.sleep(0.2)
                 history.add(read_socket(path))
         console = Console(record=True, width=92, file=io.StringIO(), force_terminal=True)
-        console.print(view("/run/user/1000/kvcache-engine.sock", history, read_what_if(path)))
+        console.print(view("/run/user/1000/kvcache-engine.sock", history))
         telemetry.close()
     manager.shutdown()
     text = console.export_svg(code_format=TOP, unique_id="top")

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvcache.block import BlockStateError, BlockStatus
     from kvcache.control.backend import Backend, CPUBackend
     from kvcache.control.cpu import BackendOffloadingManager, CPUOffloadingManager
-    from kvcache.control.curve import WhatIf
     from kvcache.control.manager import OffloadingManager
     from kvcache.events import OffloadingEvent
     from kvcache.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key

@@ -126,11 +126,6 @@ def parse_flag(name: str, value: object) -> bool:
     return value
 
 
-def parse_flag_or_count(name: str, value: object) -> bool | int:
-    """Return a bool as it is, and anything else as `parse_count` does."""
-    return value if type(value) is bool else parse_count(name, value)
-
-
 def parse_text(name: str, value: object) -> str:
     """Return `value` if it is a str that is not empty and has no NUL; ValueError otherwise."""
     if not isinstance(value, str) or not value or "\0" in value:
@@ -234,8 +229,11 @@ class Options:
 
     @classmethod
     def parse_part(cls, given: Mapping[str, Any], where: str = "") -> Self:
-        """Parse the options of this class in the mapping of an engine, which may hold keys of other components."""
-        return cls.parse(split(given, cls.declared())[0], where)
+        """Parse the options of this class in the mapping of an engine, which may hold keys of other components.
+
+        Removed options are refused, because no other component reads them.
+        """
+        return cls.parse(split(given, cls.declared().keys() | REMOVED.keys())[0], where)
 
     def check_together(self, where: str) -> None:
         """Raise ValueError if options do not fit each other; called once all of them are valid."""

@@ -157,8 +157,11 @@ def how_to_install(error: BaseException | None) -> str:
     return ""
 
 
+_RECORD_AND_PLAN = "use 'record', and `kvcache plan` on the recording"
 REMOVED = {
     "kv_events": "vLLM publishes events with --kv-events-config; for your own engine copy docs/howto/routers.md",
+    "what_if": _RECORD_AND_PLAN,
+    "--what-if": _RECORD_AND_PLAN,
 }
 """Names of options and classes that an older configuration may hold, and what to use instead, for errors."""
 
@@ -229,7 +232,6 @@ COMMANDS = Registry(
     {
         "status": "kvcache.exporters.commands:StatusCommand",
         "samples": "kvcache.exporters.commands:SamplesCommand",
-        "what_if": "kvcache.exporters.commands:WhatIfCommand",
         "next_version": "kvcache.exporters.commands:NextVersionCommand",
         "record": "kvcache.recorder.command:RecordCommand",
     },

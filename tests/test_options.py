@@ -21,7 +21,6 @@ from kvcache.options import (
     parse_count,
     parse_duration,
     parse_flag,
-    parse_flag_or_count,
     parse_policy,
     parse_share,
     parse_size,
@@ -95,7 +94,6 @@ def test_value_too_large_raises_with_name() -> None:
 
 def test_parsers_name_what_they_refuse() -> None:
     assert (parse_flag("a", True), parse_text("a", "x"), parse_policy("a", "lru")) == (True, "x", "lru")
-    assert (parse_flag_or_count("a", True), parse_flag_or_count("a", "4k")) == (True, 4000)
     assert choice_of("read", "write")("mode", "read") == "read"
     for parse, value, message in (
         (parse_flag, 1, "^a must be a bool, got 1$"),

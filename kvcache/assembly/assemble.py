@@ -31,7 +31,6 @@ from kvcache.options import (
     parse_count,
     parse_duration,
     parse_flag,
-    parse_flag_or_count,
     parse_policy,
     parse_share,
     parse_size,
@@ -203,9 +202,6 @@ class OffloadSettings(Options):
     store_threshold: int = option(
         count_from(0), 0, when="most prompts are used once: 2 stores a block only when it is offered a second time"
     )
-    what_if: bool | int = option(
-        parse_flag_or_count, False, when="you want to know the hits of other capacities on live traffic"
-    )
     enable_events: bool = option(parse_flag, False, when="your engine calls `take_events`")
     exporters: tuple[Component, ...] = option(
         _parse_exporters, (), when="you want metrics of this engine, or `kvcache top`"
@@ -259,7 +255,7 @@ class OffloadSettings(Options):
     @property
     def manager_options(self) -> dict[str, Any]:
         """The options that every manager takes as they are."""
-        names = ("store_threshold", "max_tracker_size", "what_if", "retention_share")
+        names = ("store_threshold", "max_tracker_size", "retention_share")
         options = {name: getattr(self, name) for name in names}
         return options if self.group_windows is None else {**options, "group_windows": self.group_windows}
 

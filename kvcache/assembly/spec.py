@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvcache.assembly.assemble import OffloadSettings, open_manager
 from kvcache.control.manager import OffloadingManager
 from kvcache.options import Options, check_int, name_unknown, option, parse_count, parse_flag
-from kvcache.registry import SPECS
+from kvcache.registry import REMOVED, SPECS
 from kvcache.specs import CanonicalKVCacheRef, CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks, private_folder
 
@@ -170,7 +170,7 @@ class OffloadingSpec(ABC):
         if names is not None:
             if "tiers" not in names and self.extra_config.get("tiers") is not None:
                 raise ValueError("tiers need spec_name 'tiering' and make_spec, or a TieringOffloadingSpec")
-            if unknown := name_unknown(self.extra_config, names):
+            if unknown := name_unknown(self.extra_config, names | REMOVED.keys()):
                 # No error, because other components of the engine may read them.
                 _LOG.warning("kvcache does not know these keys of extra_config: %s", unknown)
         self.hash_block_size = config.hash_block_size

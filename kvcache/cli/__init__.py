@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvcache.assembly.log import set_up_log
 from kvcache.cli.terminal import printable
-from kvcache.registry import how_to_install
+from kvcache.registry import REMOVED, how_to_install
 
 if TYPE_CHECKING:
     import typer
@@ -76,13 +76,17 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if error.name not in ("typer", "rich"):
             raise
         _fail(f"the command line needs {error.name}{how_to_install(error)}", _EXIT_FAILED)
+    argv = sys.argv[1:] if argv is None else argv
+    for flag in (arg.partition("=")[0] for arg in argv):
+        if flag.startswith("--") and flag in REMOVED:
+            _fail(f"{flag} was removed: {REMOVED[flag]}", _EXIT_BAD_INPUT)
     set_up_log()
     # A user's policy, "module:Class", may lie in the current folder. It comes last, so that files there do not replace
     # installed packages, in spawned processes either.
     if "" not in sys.path:
         sys.path.append("")
     try:
-        app(args=_with_json_target(sys.argv[1:] if argv is None else argv), prog_name="kvcache")
+        app(args=_with_json_target(argv), prog_name="kvcache")
     except Exception as error:
         status = _status_of(error)
         if status is None and "KVCACHE_TRACEBACK" in os.environ:

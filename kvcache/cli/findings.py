@@ -31,7 +31,7 @@ from kvcache.node.link import ask_owner
 from kvcache.node.protocol import differences, node_folder
 from kvcache.options import Component, OptionError, choice_of, format_size, name_unknown, parse_size
 from kvcache.recorder.files import older_file, refusal_of
-from kvcache.registry import EXPORTERS, TIERS
+from kvcache.registry import EXPORTERS, REMOVED, TIERS
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.store import STAGING_BYTES
 from kvcache.tiers.base.wear import SHORT_LIFE_YEARS, describe_wear
@@ -46,7 +46,8 @@ _L2_KEYS |= {"persist_enabled", "affinity_tag"}
 """The keys beside `adapter_params` that LMCache reads."""
 _LEAST_POOL_BYTES = 1 << 20
 """Less than a block of any model that is served."""
-_SPEC_KEYS = OffloadSettings.declared().keys() | SpecOptions.declared().keys()
+# Removed options are refused when they are parsed.
+_SPEC_KEYS = OffloadSettings.declared().keys() | SpecOptions.declared().keys() | REMOVED.keys()
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,30 +88,5 @@ def read_socket(path: Path) -> Frame:
         raise ValueError(f"{path} gave no samples of a kvcache engine") from error
 
 
-@dataclass(slots=True)
-class WhatIf:
-    """The estimated hit ratios of other capacities: by policy (lru), one ratio for each capacity."""
-
-    policy: str
-    num_blocks: int
-    capacities: list[int]
-    hit_ratios: dict[str, list[float]]
-
-
-def read_what_if(path: Path) -> WhatIf | None:
-    """Return the what-if estimate from a status socket, or None if the engine has none."""
-    from kvcache.exporters.status import ask
-
-    try:
-        answer = ask(path, "what_if", 60.0)
-        capacities = [int(number) for number in answer["capacities"]]
-        hit_ratios = {str(name): [float(number) for number in ratios] for name, ratios in answer["hit_ratios"].items()}
-        if not answer["uses"] or any(len(ratios) != len(capacities) for ratios in hit_ratios.values()):
-            return None
-        return WhatIf(str(answer["policy"]), int(answer["num_blocks"]), capacities, hit_ratios)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        return None  # made without, or of a version that answers otherwise
-
-
 def _text_of(labels: dict[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple((str(name), str(value)) for name, value in labels.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache.background import Background
 from kvcache.cli import common
-from kvcache.cli.frames import WINDOWS_S, Frame, History, WhatIf, read_socket, read_what_if
+from kvcache.cli.frames import WINDOWS_S, Frame, History, read_socket
 from kvcache.cli.status import SocketOption, find_socket
 from kvcache.cli.terminal import printable
 from kvcache.options import format_size
@@ -23,11 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-# An estimate takes up to about 0.1 s of an engine's CPU, and changes slowly.
-_WHAT_IF_S = 300.0
-# An estimate replays every use, so it counts what the device's own cache hits; "loaded" does not.
-_WHAT_IF_HEAD = "what if (* now): hits of host memory and device ('loaded': without the device)"
-
 
 def top(
     socket: SocketOption = None,
@@ -35,7 +28,7 @@ def top(
     interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show one frame and end.")] = False,
 ) -> None:
-    """Watch a running engine: hit rates, media, bandwidth, tiers, and what more memory would hit.
+    """Watch a running engine: hit rates, media, bandwidth and tiers.
 
     Where standard output is no terminal, frames follow one another as plain text.
     """
@@ -44,34 +37,27 @@ def top(
     if not 0.1 <= interval <= 3600:
         raise ValueError(f"--interval must be 0.1 to 3600 seconds, got {interval}")
     path = find_socket(socket)
-    look, ask_what_if = partial(read_socket, path), partial(read_what_if, path)
+    look = partial(read_socket, path)
     history = History()
     history.add(look())
     if once:
         # Rates need two looks.
         time.sleep(interval)
         history.add(look())
-        common.report_console(None).print(view(str(path), history, ask_what_if()))
+        common.report_console(None).print(view(str(path), history))
         return
-    _watch(str(path), history, look, ask_what_if, interval)
+    _watch(str(path), history, look, interval)
 
 
-def _watch(
-    address: str,
-    history: History,
-    look: Callable[[], Frame],
-    ask_what_if: Callable[[], WhatIf | None],
-    interval_s: float,
-) -> None:
+def _watch(address: str, history: History, look: Callable[[], Frame], interval_s: float) -> None:
     from rich.live import Live
 
-    estimate = _Estimate(ask_what_if)
     fault = ""
     on = common.report_console(None)
     with Live(console=on, screen=True, auto_refresh=False) if on.is_terminal else nullcontext(on) as shown:
         try:
             while True:
-                frame = view(address, history, estimate.latest(), fault)
+                frame = view(address, history, fault)
                 if isinstance(shown, Live):
                     shown.update(frame, refresh=True)
                 else:
@@ -88,27 +74,7 @@ def _watch(
             pass
 
 
-class _Estimate:
-    """The what-if, asked for in a thread, so that frames go on meanwhile."""
-
-    def __init__(self, ask: Callable[[], WhatIf | None]) -> None:
-        self._ask = ask
-        self._found: WhatIf | None = None
-        self._thread: Background | None = None
-        self._due_s = 0.0
-
-    def latest(self) -> WhatIf | None:
-        """Return the last estimate that has come."""
-        if (self._thread is None or not self._thread.is_alive) and time.monotonic() >= self._due_s:
-            self._due_s = time.monotonic() + _WHAT_IF_S
-            self._thread = Background("top", self._run)
-        return self._found
-
-    def _run(self, stopping: threading.Event) -> None:
-        self._found = self._ask()
-
-
-def view(address: str, history: History, what_if: WhatIf | None, fault: str = "") -> RenderableType:
+def view(address: str, history: History, fault: str = "") -> RenderableType:
     """Return a screen: 21 lines of at most 80 columns for an engine with one tier, the least urgent last."""
     from rich.console import Group
     from rich.text import Text
@@ -119,8 +85,6 @@ def view(address: str, history: History, what_if: WhatIf | None, fault: str = ""
     if fault:
         lines.append(_line(f"not answering: {fault}", "bold red"))
     lines += [_hits(history), Text(), *_pool(history), Text(), _worst_calls(frame)]
-    if what_if is not None:
-        lines += [Text(), _line(_WHAT_IF_HEAD, ""), _what_if(what_if, frame.share("loaded_blocks"))]
     return Group(*lines)
 
 
@@ -236,19 +200,6 @@ def _worst_calls(frame: Frame) -> Text:
     worst = sorted(calls, reverse=True)[:3]
     named = ", ".join(f"{call} {seconds * 1e3:,.2f} ms" for seconds, call in worst if seconds)
     return _line(f"worst calls: {named or 'none timed'}", "")
-
-
-def _what_if(what_if: WhatIf, loaded_share: float | None) -> Table:
-    """Return the estimates; the row of a policy that is not estimated has the share that it loaded."""
-    is_now = [num_blocks == what_if.num_blocks for num_blocks in what_if.capacities]
-    names = [f"{num_blocks:,}{'*' * now}" for num_blocks, now in zip(what_if.capacities, is_now, strict=True)]
-    table = _table("blocks", *names)
-    for policy, ratios in what_if.hit_ratios.items():
-        table.add_row(_foreign(f"{policy}{'*' * (policy == what_if.policy)}"), *[f"{ratio:.1%}" for ratio in ratios])
-    if what_if.policy not in (*what_if.hit_ratios, "None"):
-        cells = [_percent(loaded_share) if now else "-" for now in is_now]
-        table.add_row(_foreign(f"{what_if.policy}* (loaded)"), *cells)
-    return table
 
 
 def _foreign(text: str) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from kvcache.control.backend import Backend
-from kvcache.control.curve import WhatIf, estimate, sampler_for
 from kvcache.control.manager import OffloadingManager
 from kvcache.control.pool import BlockPool
 from kvcache.options import check_int
@@ -31,25 +30,6 @@ class PoolManager(BlockPool, OffloadingManager):
         self.version_of_reset(version)
         self.reset()
 
-    def what_if(self, capacities: Iterable[int] | None = None) -> WhatIf:
-        """Estimate lru's hits at other capacities on the finished requests.
-
-        Parameters
-        ----------
-        capacities : iterable of int, optional
-            Blocks, ascending. Default: 1/4, 1/2, 1, 2, 4 and 8 times the manager's own capacity.
-
-        Raises
-        ------
-        ValueError
-            The manager was created without `what_if`, or the capacities do not ascend from 1.
-
-        Notes
-        -----
-        Takes up to about 0.1 s and works on a copy. Call it outside the scheduler's thread.
-        """
-        return estimate(self.observer, self, capacities)
-
 
 class BackendOffloadingManager(PoolManager):
     """Offload to the blocks of any backend.
@@ -58,7 +38,7 @@ class BackendOffloadingManager(PoolManager):
     ----------
     backend : Backend
         Allocates the blocks. Its current number of free blocks is the capacity.
-    cache_policy, enable_events, store_threshold, max_tracker_size, what_if
+    cache_policy, enable_events, store_threshold, max_tracker_size
         As in `CPUOffloadingManager`.
 
     Raises
@@ -75,7 +55,6 @@ class BackendOffloadingManager(PoolManager):
         *,
         store_threshold: int = 0,
         max_tracker_size: int = 64_000,
-        what_if: bool | int = False,
     ) -> None:
         capacity = check_int("free blocks of the backend", backend.get_num_free_blocks())
         self.backend = backend
@@ -88,7 +67,6 @@ class BackendOffloadingManager(PoolManager):
             enable_events=enable_events,
             store_threshold=store_threshold,
             max_tracker_size=max_tracker_size,
-            observer=sampler_for(what_if, capacity),
         )
 
 
@@ -109,9 +87,6 @@ class CPUOffloadingManager(PoolManager):
         A key is stored only after this number of offers. 0 and 1: at once.
     max_tracker_size : int
         Limit of keys whose offers are remembered.
-    what_if : bool or int
-        Whether to sample keys for the method `what_if`. An int is the number of sampled uses to keep, at least 1,024,
-        12 bytes each (True: 131,072).
     retention_share : float
         Share of the blocks, 0 to 1, that may be held at a raised priority. Beyond it, the blocks with the earliest
         deadlines return to normal priority.
@@ -145,7 +120,6 @@ class CPUOffloadingManager(PoolManager):
         *,
         store_threshold: int = 0,
         max_tracker_size: int = 64_000,
-        what_if: bool | int = False,
         retention_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
         group_windows: Sequence[int | None] | None = None,
@@ -160,6 +134,5 @@ class CPUOffloadingManager(PoolManager):
             max_tracker_size=max_tracker_size,
             retention_share=retention_share,
             clock=clock,
-            observer=sampler_for(what_if, num_blocks),
             group_windows=group_windows,
         )

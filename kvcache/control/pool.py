@@ -1,7 +1,7 @@
 """BlockPool: the operations of a cache of blocks, with admission, clock, counters and events.
 
-Managers, the tiers' indexes and the what-if use it, so that every stored or evicted block is counted and reported in
-one place. Every loop over blocks is in the cache.
+Managers and the tiers' indexes use it, so that every stored or evicted block is counted and reported in one place.
+Every loop over blocks is in the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kvcache.control.generic_cache import GenericBlockCache
 from kvcache.control.pool_clock import PoolClock
 from kvcache.control.reuse_filter import ReuseFilter
 from kvcache.core.event_log import EventLog
-from kvcache.core.request_keys import RequestKeys
 from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import MANAGER_METRICS, EventStats, ManagerStats, Part, PolicyStats
@@ -29,7 +28,6 @@ from kvcache.request import HintReader, ReqContext, Retention, check_next_use
 from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec, PrepareStoreOutput
 
 if TYPE_CHECKING:
-    from kvcache.core.sampler import Sampler
     from kvcache.policies.base import BlockCacheOps
 
 _LOG = logging.getLogger(__name__)
@@ -69,8 +67,6 @@ class BlockPool:
         The medium's name in events.
     backend : Backend, optional
         Allocates the blocks. Default: a pool of slots.
-    observer : Sampler, optional
-        Called with the keys that are used.
     cache_policy, block_size, enable_events, store_threshold, max_tracker_size, retention_share, clock, group_windows
         As for `kvcache.CPUOffloadingManager`.
 
@@ -106,7 +102,6 @@ class BlockPool:
         max_tracker_size: int = 64_000,
         retention_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
-        observer: Sampler | None = None,
         group_windows: Sequence[int | None] | None = None,
     ) -> None:
         check_int("block_size", block_size)
@@ -130,11 +125,6 @@ class BlockPool:
         if group_windows is not None:
             self._options["group_windows"] = list(group_windows)
         self._admission = ReuseFilter(store_threshold, max_tracker_size) if store_threshold > 1 else None
-        # An observer reads the keys of requests: a cache without them must fail here, not at a look-up.
-        request_keys = self._cache.open_request()
-        if observer is not None and not (isinstance(request_keys, RequestKeys) or hasattr(request_keys, "keys")):
-            raise ValueError(f"an observer needs requests that have `keys`, got {type(request_keys).__name__}")
-        self.observer = observer
         self._hints = HintReader()
         self.time = PoolClock(clock, int(retention_share * num_blocks), self.policy.reads_clock)
         self.events: EventLog | None = None
@@ -288,8 +278,6 @@ class BlockPool:
             if request_keys.num_seen:
                 # Beside the keys of a running request, under a key of its own.
                 request_keys_by_pool[self._cache] = request_keys
-            if self.observer is not None:
-                self.observer.take(request_keys)
 
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
         """Set when blocks will be used next; see `OffloadingManager.hint`."""
@@ -368,8 +356,6 @@ class BlockPool:
         if self.time.is_needed and (req_context is None or self._cache.needs_time(request_keys, req_context.positions)):
             self.time.advance(self._cache)
         self._cache.touch(keys, request_keys)
-        if request_keys is None and self.observer is not None:
-            self.observer.take_keys(keys)
 
     def pin(self, keys: Keys, req_context: ReqContext | None = None, *, is_move: bool = False) -> LoadStoreSpec:
         """Take a reference on each block, until `unpin`; see `OffloadingManager.prepare_load`."""
@@ -475,8 +461,6 @@ class BlockPool:
         self._cache.reset()
         if self._admission is not None:
             self._admission.clear()
-        if self.observer is not None:
-            self.observer.reset()
 
     def withhold(self, block_ids: list[int]) -> None:
         """Keep these free slots unused until `give_back`. The cost is linear in their number."""

@@ -36,17 +36,6 @@ class SamplesCommand(Command):
         }
 
 
-class WhatIfCommand(Command):
-    """The estimated hit ratios of other capacities."""
-
-    def run(self, **options: Any) -> Any:
-        """Return `WhatIf.as_dict` of the manager."""
-        estimate = getattr(self.telemetry.manager, "what_if", None)
-        if estimate is None:
-            raise ValueError(f"a {type(self.telemetry.manager).__name__} has no what-if")
-        return estimate().as_dict()
-
-
 @dataclass(frozen=True)
 class NextVersionOptions(Options):
     """The options of a `NextVersionCommand`."""

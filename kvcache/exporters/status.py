@@ -253,7 +253,6 @@ class _Server(LocalServer):
     """Answers a line of JSON with a line of JSON."""
 
     max_clients = 8
-    request_s = 60.0  # an estimate of what_if takes seconds
 
     def __init__(self, path: Path, run: Callable[[bytes], Any]) -> None:
         super().__init__(socket.AF_UNIX, str(path), _Handler)

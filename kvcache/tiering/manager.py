@@ -12,14 +12,13 @@ withheld until the tier reports them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcache.block import ABSENT, ASK_AGAIN, PENDING, READY
 from kvcache.control.atomic import Guard, atomic
-from kvcache.control.curve import estimate, sampler_for
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.control.pool import BlockPool
 from kvcache.events import OffloadingEvent
@@ -37,7 +36,6 @@ from kvcache.tiering.writing import Writing
 from kvcache.tiers.base.tier import MAX_STEP_BLOCKS, Tier
 
 if TYPE_CHECKING:
-    from kvcache.control.curve import WhatIf
     from kvcache.policies.base import CachePolicy
     from kvcache.tiering.controller import TierControllerStats, TierJob
     from kvcache.tiers.base.tier import TierResult
@@ -80,7 +78,7 @@ class TieredOffloadingManager(OffloadingManager):
     prefill_tokens_per_s : float or mapping of int to float, optional
         For tiers with an arbiter: how fast the engine computes a prompt, at any position or at these. None: learned
         from `report_prefill`.
-    what_if, **host_options
+    **host_options
         For the host pool, as in `CPUOffloadingManager`.
 
     Attributes
@@ -109,7 +107,6 @@ class TieredOffloadingManager(OffloadingManager):
         deadline_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         prefill_tokens_per_s: float | Mapping[int, float] | None = None,
-        what_if: bool | int = False,
         **host_options: Any,
     ) -> None:
         deadline_s = parse_duration("deadline_s", deadline_s)
@@ -123,7 +120,6 @@ class TieredOffloadingManager(OffloadingManager):
             block_size=block_size,
             enable_events=enable_events,
             clock=self._clock,
-            observer=sampler_for(what_if, num_blocks),
             **host_options,
         )
         if tiers and hasattr(self.pool.policy, "stores_all"):
@@ -380,10 +376,6 @@ class TieredOffloadingManager(OffloadingManager):
     def tier_stats(self) -> list[TierControllerStats]:
         """Return the statistics of each tier, in order."""
         return [controller.stats() for controller in self.controllers]
-
-    def what_if(self, capacities: Iterable[int] | None = None) -> WhatIf:
-        """Estimate what other capacities would have hit; see `CPUOffloadingManager.what_if`."""
-        return estimate(self.pool.observer, self.pool, capacities)
 
     @atomic
     def _answer(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:

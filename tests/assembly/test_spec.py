@@ -162,11 +162,10 @@ def test_foreign_spec_warns_of_unknown_options(caplog):
 
 
 def test_managers_own_options_reach_it():
-    extra = {"store_threshold": 2, "what_if": 4096, "max_tracker_size": 100, "retention_share": 0.25}
+    extra = {"store_threshold": 2, "max_tracker_size": 100, "retention_share": 0.25}
     manager = CPUOffloadingSpec(config_of(extra=extra)).get_manager()
     assert manager.prepare_store([b"a"]).keys_to_store == []
     assert manager.prepare_store([b"a"]).keys_to_store == [b"a"]
-    assert list(manager.what_if().hit_ratios) == ["lru"]
 
 
 def test_what_crosses_a_process_boundary_pickles():

@@ -75,10 +75,12 @@ def test_gate_stores_blocks_offered_often_enough(run_json, trace):
     assert (document["store_threshold"], document["stored_blocks"], document["hit_blocks"]) == (2, 2, 2)
 
 
-def test_what_if_tells_of_other_capacities(run, run_json):
-    argv = ("demo", "--no-data", "--requests", 300, "--blocks", 2000, "--what-if")
-    assert "twice the memory" in run(*argv)[1]
-    assert run_json(*argv)["what_if"]["capacities"]
+def test_removed_flag_names_what_replaces(run):
+    assert run("demo", "--what-if") == (
+        2,
+        "",
+        "kvcache: error: --what-if was removed: use 'record', and `kvcache plan` on the recording\n",
+    )
 
 
 def test_skipped_bad_lines_are_counted(run, run_json, trace):

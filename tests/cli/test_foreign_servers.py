@@ -158,27 +158,6 @@ def test_samples_without_numbers_name_the_path(run, sockets, samples):
     assert f"{path} gave no samples of a kvcache engine" in text
 
 
-@pytest.mark.parametrize(
-    "what_if",
-    [
-        None,
-        {"uses": 1},
-        {"uses": 1, "policy": "lru", "num_blocks": 1, "capacities": "x", "hit_ratios": {}},
-        {"uses": 1, "policy": "lru", "num_blocks": 1, "capacities": [1], "hit_ratios": {"lru": ["x"]}},
-        {"uses": 1, "policy": "lru", "num_blocks": 1, "capacities": [1], "hit_ratios": {"lru": [0.5, 0.6]}},
-    ],
-    ids=range(5),
-)
-def test_estimate_of_other_shape_is_omitted(run, sockets, what_if):
-    path = sockets / "s"
-    samples = result({"time_s": 1, "labels": {}, "samples": [["tier_held_blocks", "gauge", {"medium": "[/red]"}, 1]]})
-    with engine_answering(path, {"samples": samples, "what_if": result(what_if)}):
-        code, out, _ = run(*TOP, "--socket", path)
-    assert code == 0
-    assert "What if" not in out
-    assert "[/red]" in out
-
-
 def test_engine_text_never_steers_the_terminal(run, sockets):
     path = sockets / "s"
     evil = "\x1b[2J\ud800[/red]"
@@ -186,7 +165,7 @@ def test_engine_text_never_steers_the_terminal(run, sockets):
     refused = json.dumps({"ok": False, "error": evil}).encode()
     samples = result({"time_s": 1, "labels": {evil: evil}, "samples": [["tier_held_blocks", "", {"medium": evil}, 1]]})
     status = {"labels": {evil: evil}, "parts": [part], "block_size": evil, "block_bytes": 0, "uptime_s": 1.0}
-    answers = {"status": result(status), "samples": samples, "what_if": refused}
+    answers = {"status": result(status), "samples": samples}
     with engine_answering(path, answers):
         for command in COMMANDS:
             code, out, _ = run(*command, "--socket", path)

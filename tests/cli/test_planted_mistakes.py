@@ -87,7 +87,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (PLAIN, {"cache_policy": "lru2"}, "unknown policy 'lru2'"),
     (PLAIN, {"cache_polcy": "arc"}, "cache_polcy (did you mean 'cache_policy'?)"),
     (PLAIN, {"store_threshold": -1}, "store_threshold in extra_config"),
-    (PLAIN, {"what_if": "maybe"}, "what_if in extra_config"),
+    (PLAIN, {"what_if": True}, "what_if (use 'record', and `kvcache plan` on the recording)"),
     (PLAIN, {"offload_prompt_only": "no"}, "offload_prompt_only in extra_config must be a bool"),
     (PLAIN, {"spec_name": "teiring"}, "unknown spec 'teiring'"),
     (PLAIN, {"tiers": [disk()]}, "tiers need spec_name 'tiering'"),
@@ -174,7 +174,7 @@ WARNINGS = {
 
 CORRECT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (PLAIN, {}),
-    (PLAIN, {"cache_policy": "arc", "store_threshold": 2, "what_if": True}),
+    (PLAIN, {"cache_policy": "arc", "store_threshold": 2}),
     (PLAIN, {"num_cpu_blocks": REMOVED, "cpu_bytes_to_use": "64MiB", "block_size": 64}),
     (PLAIN, {"record": "TMP/run.{pid}.kvlog", "record_max_bytes": "1MiB"}),
     (PLAIN, {"exporters": ["status", {"type": "prometheus", "port": 0}]}),

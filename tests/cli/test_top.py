@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from kvcache import ReqContext, TieredOffloadingManager
-from kvcache.cli.frames import Frame, History, WhatIf
+from kvcache.cli.frames import Frame, History
 from kvcache.cli.top import view
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.status import StatusServer
@@ -22,7 +22,7 @@ from kvcache.tiers.memory import MemoryTier
 def telemetry(sockets, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     host_blocks = np.zeros((8, 16), dtype=np.uint8)
-    manager = TieredOffloadingManager(16, 8, [MemoryTier(32, host_blocks)], "arc", what_if=True)
+    manager = TieredOffloadingManager(16, 8, [MemoryTier(32, host_blocks)], "arc")
     context = ReqContext()
     output = manager.prepare_store([b"%d" % number for number in range(6)], context)
     manager.complete_store(output.keys_to_store, context)
@@ -34,7 +34,7 @@ def telemetry(sockets, monkeypatch):
     manager.shutdown()
 
 
-def test_socket_frame_shows_media_and_estimate(telemetry, run):
+def test_socket_frame_shows_media(telemetry, run):
     telemetry.exporters.append(StatusServer(telemetry))
     code, out, _ = run("top", "--once", "--interval", "0.1")
     assert code == 0
@@ -42,17 +42,14 @@ def test_socket_frame_shows_media_and_estimate(telemetry, run):
     assert any(line.startswith("kvcache engine=0 rank=0 policy=arc") for line in lines)
     assert "loaded - - - 0.0% 0 blocks/s" in lines
     assert {"host 6 8 6 MiB 0 B 0 B 0", "MEMORY 6 32 6 MiB 0 B 0 B 0 works"} <= set(lines)
-    assert "what if (* now): hits of host memory and device ('loaded': without the device)" in lines
-    assert "blocks 2 4 8* 16 32 64" in lines
-    assert any(line.startswith("arc*") for line in lines)
 
 
-def shown(values, what_if=None, fault="", width=80, address="x", labels=None):
+def shown(values, fault="", width=80, address="x", labels=None):
     """Return the lines that show one frame."""
     history = History()
     history.add(Frame(0.0, values, labels or {}))
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(view(address, history, what_if, fault))
+    console.print(view(address, history, fault))
     return console.export_text().splitlines()
 
 
@@ -70,20 +67,12 @@ def tier_values(number, medium="DISK"):
 def test_engine_with_tier_fits_small_terminal():
     values = {("capacity_blocks", ()): 1e6, ("capacity_bytes", ()): 2e12, ("needed_blocks", ()): 9e9}
     values |= {("call_worst_seconds", (("call", name),)): 0.01 for name in ("lookup", "touch", "complete_store")}
-    hit_ratios = {"lru": [1.0] * 5}
-    what_if = WhatIf("arc", 4, [250_000, 500_000, 1_000_000, 2_000_000, 4_000_000], hit_ratios)
     address = "/run/user/1000/kvcache-1000/status-1234567.sock " + "x" * 80
     labels = {"engine": "0", "rank": "0", "policy": "arc"}
-    lines = shown(values | tier_values(0), what_if, address=address, labels=labels)
-    assert len(lines) == 18
+    lines = shown(values | tier_values(0), address=address, labels=labels)
+    assert len(lines) == 13
     assert [line for line in lines if "…" in line] == [lines[0]]  # the address alone
     assert " ".join(lines[10].split()) == "DISK 1,234,567 2,000,000 11.82 TiB 0 B 0 B 0 reads paused"
-
-
-def test_what_if_shows_actual_share():
-    values = {("needed_blocks", ()): 8.0, ("loaded_blocks", ()): 3.0}
-    lines = shown(values, WhatIf("gittins", 4, [2, 4], {"lru": [0.5, 1.0]}))
-    assert [" ".join(line.split()) for line in lines[-2:]] == ["lru 50.0% 100.0%", "gittins* (loaded) - 37.5%"]
 
 
 def test_tiers_of_one_medium_differ():

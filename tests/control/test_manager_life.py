@@ -86,4 +86,4 @@ def test_compiled_block_is_read_only_view(name: str) -> None:
 
 def test_manager_has_few_attributes() -> None:
     # From CPython 3.11 on, an instance keeps 30 attributes inline: with 32, a request's calls took a tenth longer.
-    assert len(vars(CPUOffloadingManager(16, 8, enable_events=True, store_threshold=2, what_if=True))) <= 30
+    assert len(vars(CPUOffloadingManager(16, 8, enable_events=True, store_threshold=2))) <= 30

@@ -30,7 +30,7 @@ from kvcache.registry import COMMANDS
 
 @pytest.fixture
 def manager() -> CPUOffloadingManager:
-    manager = CPUOffloadingManager(16, 8, "arc", what_if=True)
+    manager = CPUOffloadingManager(16, 8, "arc")
     output = manager.prepare_store([b"a", b"b"])
     assert output is not None
     manager.complete_store(output.keys_to_store)
@@ -74,12 +74,6 @@ def test_status_answers_with_what_is_counted(server: StatusServer) -> None:
     assert (own["name"], own["stats"]["requests"]) == ("status", 0)
     assert found["config"] == {"password_file": "/x"}
     wait_until(lambda: server.stats().requests == 1)
-
-
-def test_what_if_is_the_managers(server: StatusServer, manager: CPUOffloadingManager) -> None:
-    assert ask(server.path, "what_if")["hit_ratios"].keys() == {"lru"}
-    with pytest.raises(ValueError, match="unknown options of the request: policies"):
-        ask(server.path, "what_if", policies="lru")
 
 
 def test_next_version_reaches_next_reset(server: StatusServer, manager: CPUOffloadingManager) -> None:
@@ -128,7 +122,7 @@ def test_probe_of_server_is_not_counted(server: StatusServer) -> None:
         (b'{"command": 7}\n', "must be an object with a command"),
         (b'{"command": "stat"}\n', "unknown command 'stat', known ones: status"),
         (b'{"command": "os:system"}\n', "unknown command 'os:system'"),
-        (b'{"command": "status", "what_iff": 1}\n', "unknown options of the request: what_iff"),
+        (b'{"command": "status", "version": 1}\n', "unknown options of the request: version"),
         (b"x" * 5_000_000, "at most 65536 bytes"),
     ],
     ids=range(9),

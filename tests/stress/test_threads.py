@@ -157,7 +157,7 @@ class Requests:
 
 @pytest.mark.parametrize("policy", [*POLICIES.names(), ReferenceLRU])
 def test_no_slot_serves_two_keys(policy, run_threads, budget):
-    requests = Requests(policy, store_threshold=0, what_if=True)
+    requests = Requests(policy, store_threshold=0)
     run_threads([requests] * NUM_THREADS, 4 * budget)
     requests.check()
 

@@ -1,6 +1,5 @@
 """The adapter over tiers, with vLLM's types and no engine."""
 
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -111,13 +110,6 @@ def test_pool_of_running_engine_is_refused(tmp_path, monkeypatch):
     assert asked == [8 * PAGE]
     owner.close()
     worker.close()
-
-
-def test_what_if_ends_with_its_engine(make):
-    adapter = make(what_if=True)
-    for is_alive in (True, False):
-        assert ("kvcache-what-if" in {thread.name for thread in threading.enumerate()}) is is_alive
-        adapter.shutdown()
 
 
 def serve(adapter, req_id, keys):

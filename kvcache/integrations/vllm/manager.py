@@ -22,7 +22,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcache import events
-from kvcache.background import Background
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.pool import BlockPool
 from kvcache.integrations.vllm.metrics import MetricsSource
@@ -98,7 +97,7 @@ def engine_event(event: events.OffloadingEvent, medium: Medium, is_local: bool) 
 
 
 class KVCacheOffloadingManager(OffloadingManager):
-    """Adapter of a manager, which only this adapter drives, to vLLM's scheduler. `shutdown` ends `what_if_log`.
+    """Adapter of a manager, which only this adapter drives, to vLLM's scheduler.
 
     `spec_type` is vLLM's class for host blocks if its own worker copies them; None: ours. `info` holds the values of
     `info_keys`. `path_group` is the group of KV caches without a window, if the policy knows the windows of the others.
@@ -107,7 +106,6 @@ class KVCacheOffloadingManager(OffloadingManager):
     info_keys = ("kvcache_capacity_blocks", "kvcache_capacity_bytes")
     info: tuple[int, ...] = ()
     spec_type: Any = None
-    what_if_log: Background | None = None
     path_group: int | None = None
     lookup_deadline_s = 5.0
     clock = staticmethod(time.monotonic)
@@ -251,6 +249,4 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._manager.reset_cache(version)
 
     def shutdown(self) -> None:
-        if self.what_if_log is not None:
-            self.what_if_log.stop(None)
         self._manager.shutdown()

@@ -24,7 +24,7 @@ from kvcache.options import (
     parse_flag,
     run_all,
 )
-from kvcache.registry import POLICIES
+from kvcache.registry import POLICIES, REMOVED
 
 WHERE = "kv_connector_extra_config"
 SPEC_NAME = "KVCacheOffloadingSpec"
@@ -67,7 +67,8 @@ OUR_KEYS = OffloadSettings.declared().keys() - _DECIDED_BY_ENGINE
 DATA_PLANE = "data_plane"
 NODE_POOL = "node_pool"
 GROUP_WINDOWS = "group_windows"
-KNOWN_KEYS = _ENGINE_KEYS | OUR_KEYS | {DATA_PLANE, NODE_POOL}
+# Removed options are refused when they are parsed.
+KNOWN_KEYS = _ENGINE_KEYS | OUR_KEYS | {DATA_PLANE, NODE_POOL} | REMOVED.keys()
 _parse_data_plane = choice_of("vllm", "kvcache")
 _ENGINE_POLICY_KEYS = frozenset({"eviction_policy", "cache_policy_module_path"})
 

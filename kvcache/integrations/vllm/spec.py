@@ -33,7 +33,6 @@ from kvcache.integrations.vllm.settings import (
 )
 from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import TieredKVCacheOffloadingManager, record_region
-from kvcache.integrations.vllm.what_if_log import log_what_if
 from kvcache.options import check_windows
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.transfer.free_memory import check_memory
@@ -199,5 +198,4 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         if self.settings.group_windows is not None:
             adapter.path_group = self.settings.group_windows.index(None)
         adapter.lookup_deadline_s = self.settings.lookup_deadline_s
-        adapter.what_if_log = log_what_if(manager) if self.settings.what_if else None
         return adapter

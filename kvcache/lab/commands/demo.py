@@ -18,7 +18,6 @@ def demo(
     blocks: options.BlocksOption = None,
     memory: options.MemoryOption = None,
     block_bytes: options.TestBlockBytesOption = None,
-    what_if: options.WhatIfOption = False,
     data: options.DataOption = True,
     json: common.JsonOption = None,
     quiet: common.QuietOption = False,
@@ -38,7 +37,6 @@ def demo(
         split=1,
         data=data,
         json_target=json,
-        what_if=what_if,
         is_quiet=quiet,
     )
     session.run(

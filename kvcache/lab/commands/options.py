@@ -52,9 +52,6 @@ DataOption = Annotated[
     bool, typer.Option("--data/--no-data", help="Move and compare real bytes, or do the bookkeeping alone.")
 ]
 GateOption = Annotated[int, typer.Option("--store-threshold", help="Store a block once it has been offered so often.")]
-WhatIfOption = Annotated[
-    bool, typer.Option("--what-if", help="Sample the keys, and estimate what other capacities would hit.")
-]
 _JSONL = "Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd (- is standard input), in any order of time; "
 _SESSIONS = "recorded sessions of agents, a folder or a file"
 FileArgument = Annotated[Path, typer.Argument(help=f"{_JSONL}or {_SESSIONS}.")]

@@ -21,7 +21,7 @@ EXAMPLES = """
 kvcache replay trace.jsonl --blocks 10k
 kvcache replay trace.jsonl --memory 64GiB --model llama-3.1-8b --no-data
 kvcache replay trace.jsonl --blocks 10k --tier /mnt/nvme/kv:1TiB
-kvcache replay trace.jsonl --block-size :16 --what-if --no-data
+kvcache replay trace.jsonl --block-size :16 --no-data
 """
 
 
@@ -47,7 +47,6 @@ class ReplayOptions:
         ),
     ] = None
     store_threshold: options.GateOption = 0
-    what_if: options.WhatIfOption = False
     block_size: options.BlockSizeOption = None
     time_unit: options.TimeUnitOption = None
     skip_bad: options.SkipBadOption = False
@@ -82,8 +81,6 @@ def replay(given: ReplayOptions) -> None:
         )
     # Every option is checked before the trace is opened, which may take minutes to read.
     tier = None if given.tier is None else _read_tier(given.tier)
-    if given.what_if and tier is not None:
-        raise ValueError(f"--what-if and --tier exclude each other, got {given.tier!r}")
     test_bytes = parse_size("--block-bytes", given.block_bytes or options.TEST_BLOCK_BYTES)
     common.check_writable("--json", given.json, given.file)
     source = options.TraceOptions(
@@ -102,7 +99,6 @@ def replay(given: ReplayOptions) -> None:
             json_target=given.json,
             model=model,
             store_threshold=given.store_threshold,
-            what_if=given.what_if,
             tier=tier,
             is_quiet=given.quiet,
         )

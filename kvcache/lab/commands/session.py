@@ -21,7 +21,6 @@ from kvcache.transfer.free_memory import check_memory
 
 if TYPE_CHECKING:
     from kvcache.assembly.models import Model
-    from kvcache.control.curve import WhatIf
     from kvcache.lab.simulate.tiered import DiskChoice
     from kvcache.lab.traces.chats import ChatWorkload
     from kvcache.lab.traces.compact import CompactTrace
@@ -44,7 +43,6 @@ class Settings:
     json_target: str | None
     model: Model | None = None
     store_threshold: int = 0
-    what_if: bool = False
     tier: DiskChoice | dict[str, Any] | None = None
     is_quiet: bool = False
 
@@ -84,7 +82,6 @@ def run(
                 settings.num_blocks,
                 settings.policy,
                 store_threshold=settings.store_threshold,
-                what_if=settings.what_if,
                 clock=arrivals,
             )
             replay = Replay(manager, payload, arrivals=arrivals)
@@ -106,7 +103,6 @@ def run(
         disk = tiered.as_dict() if tiered else None
     counted = replay.tally.as_dict()
     elapsed_s = monotonic() - started
-    what_if = manager.what_if() if settings.what_if else None
     document = {
         "source": facts(),
         "policy": settings.policy,
@@ -118,42 +114,23 @@ def run(
         "store_threshold": settings.store_threshold,
         "data": moved,
         **({"disk": disk} if disk else {}),
-        "what_if": what_if.as_dict() if what_if else None,
         "model": settings.model.as_dict() if settings.model else None,
         "saved_prefill_s": settings.model.saved_s(counted["hit_tokens"]) if settings.model else None,
     }
     if settings.json_target != "-":
-        _print(title, document, what_if, settings)
+        _print(title, document, settings)
     common.write_json(settings.json_target, document)
 
 
-def _print(title: str, document: dict[str, Any], what_if: WhatIf | None, settings: Settings) -> None:
+def _print(title: str, document: dict[str, Any], settings: Settings) -> None:
     console = common.console(settings.json_target)
     console.print(title, soft_wrap=True, markup=False)
     console.print(_table(document, settings))
     for doubt in document["source"].get("doubts", ()):
         console.print(doubt, soft_wrap=True, markup=False)
-    if what_if is not None:
-        console.print(str(what_if), soft_wrap=True)
-        if what_if.sample_rate < 1 or what_if.uses < document["blocks"]:
-            console.print(_beside(document, what_if, settings), soft_wrap=True)
-        if settings.sized:
-            sizes = (f"{blocks:,} = {format_size(blocks * settings.block_bytes)}" for blocks in what_if.capacities)
-            console.print(f"blocks in memory: {', '.join(sizes)}", soft_wrap=True)
     moved = document["data"]
     if moved is not None and moved["verified_blocks"]:
         console.print(f"{moved['verified_blocks']:,} loaded blocks were compared with what was stored: all equal.")
-
-
-def _beside(counted: dict[str, Any], what_if: WhatIf, settings: Settings) -> str:
-    """Return why the estimate differs from the exact figure."""
-    exact = f"exactly, {settings.policy} hits {counted['block_hit_rate']:.1%} at {settings.num_blocks:,} blocks"
-    if what_if.uses < counted["blocks"]:
-        return (
-            f"{exact}, counted from an empty cache over all {counted['blocks']:,} uses; the estimate is of the last "
-            f"{what_if.uses:,} alone, a quarter of them uncounted to warm up"
-        )
-    return f"{exact}; the estimate is of a sample, and +- is twice its standard error"
 
 
 def _check_memory(settings: Settings) -> None:
