@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvcache.metrics import ManagerStats
     from kvcache.policies import ARCCachePolicy, CachePolicy, GittinsCachePolicy, LRUCachePolicy, RequestUses
     from kvcache.recorder.recorder import Recorder, RecorderStats
-    from kvcache.request import OffloadPolicy, Prompt, ReqContext, RequestOffloadingContext, Retention
+    from kvcache.request import OffloadPolicy, ReqContext, RequestOffloadingContext, Retention
     from kvcache.specs import (
         BlockIDsLoadStoreSpec,
         CanonicalKVCacheRef,

@@ -9,14 +9,12 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from operator import index
 from typing import Any, TypeVar
 
 from kvcache.keys import GROUP_PART
-from kvcache.options import check_int
 
 _logger = logging.getLogger(__name__)
 
@@ -108,52 +106,6 @@ class Retention:
         return max(1, int(min(ttl_s, _CENTURY_S) * 1e9))
 
 
-class Prompt:
-    """The tokens of a request, which KV events then carry. Routers that hash tokens need them.
-
-    Parameters
-    ----------
-    token_ids : sequence of int
-        The tokens. It may grow, but given tokens do not change.
-    keys : sequence of bytes
-        The keys of the request's blocks in one KV-cache group, in order: block i ends after (i + 1) * block_size
-        tokens. It may grow, too.
-    lora_id, lora_name : int and str, optional
-        The LoRA adapter.
-    extra_keys : sequence of (sequence or None), optional
-        What else was hashed into each block, as in vLLM's `BlockStored`.
-    num_lookahead_tokens : int
-        Tokens behind a block that its hash covers, too; 0 unless the engine hashes ahead.
-    """
-
-    __slots__ = ("_index", "extra_keys", "keys", "lora_id", "lora_name", "num_lookahead_tokens", "token_ids")
-
-    def __init__(
-        self,
-        token_ids: Sequence[int],
-        keys: Sequence[bytes],
-        *,
-        lora_id: int | None = None,
-        lora_name: str | None = None,
-        extra_keys: Sequence[Sequence[Any] | None] | None = None,
-        num_lookahead_tokens: int = 0,
-    ) -> None:
-        self.num_lookahead_tokens = check_int("num_lookahead_tokens", num_lookahead_tokens, 0)
-        self.token_ids = token_ids
-        self.keys = keys
-        self.lora_id = lora_id
-        self.lora_name = lora_name
-        self.extra_keys = extra_keys
-        self._index: dict[bytes, int] = {}
-
-    def index_of(self, key: bytes) -> int:
-        """Return the place of a key in the prompt, or -1; for one thread."""
-        for i in range(len(self._index), len(self.keys)):
-            if self._index.setdefault(self.keys[i], i) != i:
-                raise ValueError(f"a prompt's keys must differ, got {self.keys[i]!r:.80} twice")
-        return self._index.get(key, -1)
-
-
 class ReqContext:
     """State of one request; hashed by identity.
 
@@ -174,8 +126,6 @@ class ReqContext:
     ----------
     positions : mapping of bytes to int, or None
         Where in the prompt each key's block ends, in tokens, if the engine reports it.
-    prompt : Prompt or None
-        The tokens for KV events, if the engine gives them before `prepare_store`.
     request_keys : dict
         For pools only: the keys that this request has named in each pool, and those of the request that ended last.
     """
@@ -185,7 +135,6 @@ class ReqContext:
         "_state",
         "kv_transfer_params",
         "positions",
-        "prompt",
         "req_id",
         "request_keys",
         "retention",
@@ -201,7 +150,6 @@ class ReqContext:
         self.retention = retention
         self._state: dict[type, Any] | None = None
         self.positions: dict[bytes, int] | None = None
-        self.prompt: Prompt | None = None
         self.request_keys: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
