@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from kvcache.transfer.shared_file import SharedBlocks
 
 _LOG = logging.getLogger(__name__)
+_ALIGN_BYTES = 4096
 _RANK = re.compile(r"[{](?:dp_)?rank[}]")
 _OF_MANAGER = ("write_policy", "num_uses", "max_store_blocks", "arbiter", "endurance")
 _WEIGHTS_VERSION = "blocks outlive the engine, and its weights have a name, such as a step of a training run"
@@ -271,6 +272,13 @@ class OffloadSettings(Options):
             **({"record": self.record} if self.record else {}),
         }
 
+    def part_bytes(self, rank_bytes: int, is_shared: bool = False) -> int:
+        """Return the bytes of the pool for one worker's `rank_bytes` of a block.
+
+        The pool is a file if processes share it, as for tiers. Parts of a file are aligned.
+        """
+        return -(-rank_bytes // _ALIGN_BYTES) * _ALIGN_BYTES if self.tiers or is_shared else rank_bytes
+
     def num_blocks(self, rank_bytes: int, world_size: int = 1, where: str = "extra_config") -> int:
         """Return the blocks of the pool.
 
@@ -289,10 +297,11 @@ class OffloadSettings(Options):
                 "cpu_bytes_to_use needs the refs of every group, because they hold the size of a block; "
                 "without refs, set num_cpu_blocks"
             )
-        num_blocks = self.cpu_bytes_to_use // (rank_bytes * world_size)
+        block_bytes = self.part_bytes(rank_bytes) * world_size
+        num_blocks = self.cpu_bytes_to_use // block_bytes
         if not num_blocks:
             raise ValueError(
-                f"cpu_bytes_to_use must be at least one block of {rank_bytes * world_size} bytes over all "
+                f"cpu_bytes_to_use must be at least one block of {block_bytes} bytes over all "
                 f"{world_size} workers, got {self.cpu_bytes_to_use}"
             )
         return num_blocks

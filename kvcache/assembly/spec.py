@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvcache.transfer.host_pool import HostPool
 
 _LOG = logging.getLogger(__name__)
-_ALIGN_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +226,6 @@ def make_spec(config: OffloadingConfig) -> OffloadingSpec:
     return spec
 
 
-def rank_bytes_of(num_bytes: int) -> int:
-    """Return the bytes that one rank's part of a shared block takes: `num_bytes`, and what aligns the next part."""
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
 class CPUOffloadingSpec(OffloadingSpec):
     """Offload to host memory.
 
@@ -342,7 +336,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        self._part_bytes = rank_bytes_of(self.rank_bytes())
+        self._part_bytes = self.settings.part_bytes(self.rank_bytes())
         path, folder = self.settings.pool_path, Path(self.settings.pool_folder)
         self._pool_path = Path(path) if path else private_folder(folder) / f"{PREFIX}{self._identity()}"
 

@@ -174,7 +174,7 @@ def _check_size(
             return Finding("error", "pool", text), pool_bytes
         text = f"{format_size(pool_bytes)}, policy {policy}; a block's size is not given (--model)"
         return Finding("ok", "pool", text), pool_bytes
-    pool_bytes = num_blocks * block_bytes * world_size
+    pool_bytes = num_blocks * settings.part_bytes(block_bytes) * world_size
     size = f" of {format_size(block_bytes * world_size)}, {format_size(pool_bytes)} in all" if block_bytes else ""
     return Finding("ok", "pool", f"{num_blocks:,} blocks{size}, policy {policy}"), pool_bytes
 

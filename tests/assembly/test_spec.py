@@ -70,6 +70,24 @@ def test_bytes_are_shared_by_all_workers():
         spec_of(1023)
 
 
+@pytest.mark.parametrize("page_bytes", [1000, 4096, 9216, 4097])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_pool_file_fits_its_bytes(tmp_path, page_bytes, world_size):
+    """Parts of blocks are aligned in a pool's file, and the number of blocks counts that."""
+    extra = {"spec_name": "tiering", "pool_folder": str(tmp_path), "tiers": [{"type": "memory", "capacity": "1MiB"}]}
+    extra |= {"num_cpu_blocks": None, "cpu_bytes_to_use": "1MiB"}
+    refs = (CanonicalKVCacheRef(0, page_bytes),)
+    spec = make_spec(config_of(16, extra=extra, refs=refs, world_size=world_size))
+    part_bytes = -(-page_bytes // 4096) * 4096
+    manager = spec.get_manager()
+    try:
+        assert manager.stats().num_blocks == (1 << 20) // (part_bytes * world_size)
+        [pool] = tmp_path.rglob("kvcache-pool-*")
+        assert pool.stat().st_size <= 1 << 20
+    finally:
+        manager.shutdown()
+
+
 @pytest.mark.parametrize(
     ("sizes", "extra", "message"),
     [

@@ -13,7 +13,6 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvcache.assembly.spec import rank_bytes_of
 from kvcache.integrations.vllm.identity import check_readable, chunk_fingerprint, fingerprint
 from kvcache.integrations.vllm.settings import blocks_per_rank
 from kvcache.integrations.vllm.tiered import EngineRegion, SharedPool
@@ -84,8 +83,7 @@ class OwnCopies(Copies):
         self._spec = spec
         settings, parallel = spec.settings, config.parallel
         self._rank_block_bytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
-        if settings.tiers or spec.node_pool:
-            self._rank_block_bytes = rank_bytes_of(self._rank_block_bytes)
+        self._rank_block_bytes = settings.part_bytes(self._rank_block_bytes, is_shared=bool(spec.node_pool))
         self.num_blocks = blocks_per_rank(settings, parallel.world_size, self._rank_block_bytes, parallel.pp_size)
         self.block_bytes = self._rank_block_bytes * parallel.world_size
 
