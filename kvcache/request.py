@@ -127,7 +127,8 @@ class ReqContext:
     positions : mapping of bytes to int, or None
         Where in the prompt each key's block ends, in tokens, if the engine reports it.
     request_keys : dict
-        For pools only: the keys that this request has named in each pool, and those of the request that ended last.
+        For pools only: the keys that this request has named in each pool, those of the request that ended last, and
+        what `RequestAges` notes.
     """
 
     __slots__ = (
@@ -194,6 +195,32 @@ class ReqContext:
     def get_offload_key_position(self, key: bytes) -> int | None:
         """Return where in the prompt a key's block ends, in tokens, or None if unknown."""
         return None if self.positions is None else self.positions.get(key)
+
+
+class RequestAges:
+    """Which open requests of a manager are older than its last reset: such a request stores nothing until it ends.
+
+    An engine may offer a block long after it computed it, so the age of a request, not of an offer, tells whether its
+    blocks may be of before the reset. A request opens when it is announced or with its first call.
+    """
+
+    def __init__(self) -> None:
+        self.num_resets = 0
+
+    def open(self, req_context: ReqContext) -> None:
+        """Note that a request is open. Its context keeps the number of resets before it."""
+        req_context.request_keys.setdefault(self, self.num_resets)
+
+    def predates(self, req_context: ReqContext | None) -> bool:
+        """Return whether a request is open and older than the last reset."""
+        if not isinstance(req_context, ReqContext):
+            return False
+        num_before: int = req_context.request_keys.get(self, self.num_resets)
+        return num_before < self.num_resets
+
+    def close(self, req_context: ReqContext) -> None:
+        """Note the end of a request. The context may serve another one."""
+        req_context.request_keys.pop(self, None)
 
 
 def path_after(positions: dict[bytes, int], num_old: int, group: bytes, block_tokens: int) -> list[bytes]:

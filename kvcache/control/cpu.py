@@ -9,6 +9,7 @@ from kvcache.control.backend import Backend
 from kvcache.control.manager import OffloadingManager
 from kvcache.control.pool import BlockPool
 from kvcache.options import check_int
+from kvcache.request import ReqContext, RequestOffloadingContext
 from kvcache.specs import CPULoadStoreSpec
 
 
@@ -26,8 +27,13 @@ class PoolManager(BlockPool, OffloadingManager):
         """The manager itself."""
         return self
 
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self.ages.open(req_context)
+        return super().on_new_request(req_context)
+
     def reset_cache(self, version: str | int | None = None) -> None:
         self.version_of_reset(version)
+        self.ages.num_resets += 1
         self.reset()
 
 

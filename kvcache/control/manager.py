@@ -149,6 +149,8 @@ class OffloadingManager(ABC):
     def reset_cache(self, version: str | int | None = None) -> None:
         """Forget everything. Before, the caller must drain or drop older jobs.
 
+        An open request may have computed its blocks before: its stores get an empty output until it ends. It may load.
+
         Parameters
         ----------
         version : str or int, optional

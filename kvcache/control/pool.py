@@ -24,7 +24,7 @@ from kvcache.metrics import MANAGER_METRICS, EventStats, ManagerStats, Part, Pol
 from kvcache.options import check_int, check_windows, parse_share
 from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
-from kvcache.request import HintReader, ReqContext, Retention, check_next_use
+from kvcache.request import HintReader, ReqContext, RequestAges, Retention, check_next_use
 from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec, PrepareStoreOutput
 
 if TYPE_CHECKING:
@@ -40,10 +40,14 @@ def _inner(path: str, doc: str) -> Any:
     return property(attrgetter(path), doc=doc)
 
 
-class _MissedBlocks:
-    """Counts absent blocks that requests offer. An engine offers those of a refused store again: they count once."""
+class _Offers:
+    """What requests offer for storing: which requests may, and the number of absent blocks.
+
+    An engine offers the blocks of a refused store again: they count once.
+    """
 
     def __init__(self) -> None:
+        self.ages = RequestAges()
         self.num_blocks = 0
 
     def count(self, num_offered: int, req_context: ReqContext | None, is_refused: bool = False) -> None:
@@ -133,7 +137,7 @@ class BlockPool:
             self._cache.keep_events(self.events, medium)
         self.loaded_blocks = self.stored_blocks = self.evicted_blocks = 0
         self.rejected_stores = self.failed_blocks = 0
-        self._missed = _MissedBlocks()
+        self._offers = _Offers()
 
     def _make_cache(
         self, cache_policy: str | type, backend: Backend | None, group_windows: Sequence[int | None] | None
@@ -171,6 +175,7 @@ class BlockPool:
     gated_blocks: int = _inner("_cache.gated_blocks", "Number of blocks that were offered and not admitted.")
     declined_blocks: int = _inner("_cache.declined_blocks", "Gated blocks that the policy declined.")
     retained_blocks: int = _inner("_cache.num_raised", "Blocks held at a raised priority.")
+    ages: RequestAges = _inner("_offers.ages", "Which open requests are older than the last reset, and store nothing.")
     ignored_hints: int = _inner("_hints.num_ignored", "Requests with an invalid retention hint.")
 
     @property
@@ -185,7 +190,7 @@ class BlockPool:
     @property
     def needed_blocks(self) -> int:
         """Blocks of requests that were loaded, or offered for storing and absent, stored or not."""
-        return self.loaded_blocks + self._missed.num_blocks
+        return self.loaded_blocks + self._offers.num_blocks
 
     def configuration(self) -> dict[str, Any]:
         """Return the configuration of a pool that gives the same answers, in JSON types.
@@ -246,6 +251,7 @@ class BlockPool:
             if priority != 0:
                 self.time.start()
             request_keys = self._cache.open_request(priority, hint.ttl_ns, hint.next_use, num_keys)
+        self._offers.ages.open(req_context)
         # Another thread, or a finalizer, may have opened the request in the meantime.
         return req_context.request_keys.setdefault(self, request_keys)
 
@@ -278,6 +284,7 @@ class BlockPool:
             if request_keys.num_seen:
                 # Beside the keys of a running request, under a key of its own.
                 request_keys_by_pool[self._cache] = request_keys
+        self._offers.ages.close(req_context)
 
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
         """Set when blocks will be used next; see `OffloadingManager.hint`."""
@@ -313,7 +320,9 @@ class BlockPool:
             if isinstance(keys, bytes):
                 if req_context is not None and not isinstance(req_context, ReqContext):
                     raise _bad_context(req_context)
-                # Engines often look up key by key: a single key does not open the request.
+                if req_context is not None and (ages := self._offers.ages) not in req_context.request_keys:
+                    ages.open(req_context)
+                # Engines often look up key by key: a single key needs no keys of the request.
                 return self._cache.status_of(keys) == READY
             keys = as_key_list(keys)
         return self._cache.lookup(keys, None if req_context is None else self._request_keys_of(req_context))
@@ -385,7 +394,12 @@ class BlockPool:
         request_keys = None if req_context is None else self._request_keys_of(req_context)
         if self.time.is_needed and (req_context is None or self._cache.needs_time(request_keys, req_context.positions)):
             self.time.advance(self._cache)
-        admitted = None if is_move or self._admission is None else self._admission.admit(keys)
+        admitted = None
+        ages = self._offers.ages
+        if ages.num_resets and ages.predates(req_context):
+            admitted = bytearray(len(keys))
+        elif self._admission is not None and not is_move:
+            admitted = self._admission.admit(keys)
         num_gated = self._cache.gated_blocks
         output = self._cache.reserve(keys, request_keys, admitted)
         if output is None:
@@ -397,14 +411,14 @@ class BlockPool:
         if not is_move:
             # Present keys do not count as misses: an engine may offer blocks that it has just loaded.
             num_missed = len(output.keys_to_store) + self._cache.gated_blocks - num_gated
-            self._missed.count(num_missed, req_context)
+            self._offers.count(num_missed, req_context)
         return output
 
     def refuse(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Count a store of an engine that is refused."""
         self.rejected_stores += 1
         num_absent = self._cache.status(list(dict.fromkeys(keys))).count(ABSENT)
-        self._missed.count(num_absent, req_context, is_refused=True)
+        self._offers.count(num_absent, req_context, is_refused=True)
 
     def reserve_leading(self, keys: list[bytes]) -> PrepareStoreOutput | None:
         """Reserve slots for the longest prefix of `keys` that fits, for a move. Return None if none fits."""
@@ -429,10 +443,22 @@ class BlockPool:
             success, req_context = req_context, None
         if type(keys) is not list:
             keys = as_key_list(keys)
+        if self._offers.ages.num_resets and self.is_of_before(keys, req_context):
+            return
         if success:
             self.commit(keys, req_context)
         else:
             self.abort(keys, req_context)
+
+    def is_of_before(self, keys: list[bytes], req_context: ReqContext | None) -> bool:
+        """Return whether a store that ends began before the last reset: then another request may be writing its blocks.
+
+        ValueError: a key is invalid.
+        """
+        if not self._offers.ages.predates(req_context):
+            return False
+        self._cache.status(keys)
+        return True
 
     def commit(self, keys: list[bytes], req_context: ReqContext | None = None, *, is_move: bool = False) -> list[bytes]:
         """Mark written blocks as ready, and return their keys. Unknown and ready keys are ignored."""

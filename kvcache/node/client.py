@@ -30,11 +30,12 @@ from kvcache.node import protocol
 from kvcache.node.batch import LastLookUp, pack_keys
 from kvcache.node.link import ANSWER_S, Link, connect
 from kvcache.node.prompt import Phase, Prompt
-from kvcache.request import HintReader, ReqContext
+from kvcache.request import HintReader, ReqContext, RequestAges, RequestOffloadingContext
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.transfer.shared_file import SharedBlocks
 
 _LOG = logging.getLogger(__name__)
+_HINTS = HintReader()
 _RETRY_S = 0.02
 _IDLE_S = 1.0
 """How often an engine without requests looks for the next owner, which keeps the engine's slots reserved until then."""
@@ -108,7 +109,8 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._stale: list[tuple[ReqContext, Prompt]] = []
         self._last_number = 1
         self._counts = Counter[str]()
-        self._hints = HintReader()
+        # Open requests of before a reset store nothing. They are this engine's: the owner knows keys of an epoch only.
+        self.ages = RequestAges()
         self.refusal = ""
         # The messages of a forked child would mix with those of its parent.
         after_fork(self, NodeManager._leave)
@@ -123,6 +125,10 @@ class NodeManager(LastLookUp, OffloadingManager):
     def pool(self) -> NodeManager:
         """The manager itself, as adapters read a pool."""
         return self
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self.ages.open(req_context)
+        return super().on_new_request(req_context)
 
     def acquire(self, key: bytes, req_context: ReqContext, keys: Collection[bytes] = ()) -> int:
         """Return the state of a key that the last look-up does not hold; ask the owner if its last answer lacks it."""
@@ -184,6 +190,8 @@ class NodeManager(LastLookUp, OffloadingManager):
         if prompt.held.keys and not prompt.num_loads:
             # The request computes its blocks, so it loads no more of them.
             prompt.release(self._link)
+        if self.ages.predates(req_context):
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         if self.path_group is not None and req_context is not None:
             prompt.use(self._link, req_context.positions, [], b"")
         answer = None
@@ -221,6 +229,7 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._end_if_done(prompt, req_context)
 
     def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
+        self.ages.close(req_context)
         positions = req_context.positions if use_positions else None
         if positions or req_context in self._prompts:
             prompt = self._prompt(req_context)
@@ -248,6 +257,7 @@ class NodeManager(LastLookUp, OffloadingManager):
         that begins later: workers finish the older ones before it. While the owner cannot be reached, look-ups miss.
         """
         epoch = Epoch.after_reset(self.version_of_reset(version)).digest()
+        self.ages.num_resets += 1
         with self._lock:
             for req_context, prompt in list(self._prompts.items()):
                 if prompt.num_loads or prompt.writing:
@@ -312,11 +322,12 @@ class NodeManager(LastLookUp, OffloadingManager):
         return prompt
 
     def _open(self, req_context: ReqContext) -> Prompt:
+        self.ages.open(req_context)
         self._last_number = self._last_number % 0x7FFFFFFF + 1
         with self._lock:
             prompt = self._prompts[req_context] = Prompt(self._last_number, self._is_hybrid, self.asks_tiers)
         if req_context.retention is not None or req_context.kv_transfer_params is not None:
-            hint = self._hints.of(req_context)
+            hint = _HINTS.of(req_context)
             if hint is not None:
                 self._link.tell(protocol.OPEN, 0, prompt.number, json.dumps(asdict(hint)).encode())
         return prompt

@@ -189,6 +189,10 @@ class CacheMachine(RuleBasedStateMachine):
         if context is not None:
             self._all(lambda manager: manager.on_request_finished(context))
 
+    @rule(slot=st.integers(1, _NUM_CONTEXTS))
+    def announce(self, slot: int) -> None:
+        self._all(lambda manager: manager.on_new_request(self.contexts[slot - 1]))
+
     @rule(slot=st.integers(1, _NUM_CONTEXTS), next_use=st.sampled_from((None, *NEXT_USES)))
     def forget_context(self, slot: int, next_use: str | None) -> None:
         retention = Retention(next_use=next_use) if self.takes_hints else None

@@ -11,14 +11,14 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from kvcache.block import BlockStateError, BlockStatus
 from kvcache.control.manager import OffloadingManager
 from kvcache.events import OffloadingEvent
 from kvcache.metrics import ManagerStats
 from kvcache.policies.base import CachePolicy, RequestUses
-from kvcache.request import ReqContext, Retention, check_next_use
+from kvcache.request import ReqContext, RequestOffloadingContext, Retention, check_next_use
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.testing.reference import REFERENCE_POLICIES, ReferenceGate
 
@@ -64,6 +64,7 @@ class ReferenceManager(OffloadingManager):
     def reset_cache(self, version: str | int | None = None) -> None:
         self.requests.named.clear()
         self.requests.ended.clear()
+        self.requests.old |= self.requests.open
         policy = type(self.policy)(self.num_blocks)
         if policy.reads_clock:
             policy.now_ms = self.policy.now_ms  # type: ignore[attr-defined]
@@ -77,8 +78,12 @@ class ReferenceManager(OffloadingManager):
         self.freed: list[int] = []
         self.retained = Retained(self.clock, self.retained.max_raised)
 
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self.requests.open.add(req_context)
+        return super().on_new_request(req_context)
+
     def lookup(self, keys: Any, req_context: ReqContext | None = None) -> bool | int:
-        _check_context(req_context)
+        self._open(keys if not isinstance(keys, bytes) else [keys], req_context)
         listed = [keys] if isinstance(keys, bytes) else checked_keys(keys)
         num_ready = 0
         for key in checked_keys(listed):
@@ -89,7 +94,6 @@ class ReferenceManager(OffloadingManager):
         return num_ready == 1 if isinstance(keys, bytes) else num_ready
 
     def touch(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
-        _check_context(req_context)
         keys = self._begin(keys, req_context)
         if keys and req_context is None:
             self.policy.touch(keys)
@@ -98,7 +102,6 @@ class ReferenceManager(OffloadingManager):
         self._retain(keys, self._retention_of(req_context))
 
     def prepare_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> CPULoadStoreSpec:
-        _check_context(req_context)
         keys = self._begin(keys, req_context)
         for key in keys:
             if key not in self.blocks:
@@ -115,8 +118,7 @@ class ReferenceManager(OffloadingManager):
         return self._spec(keys)
 
     def complete_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
-        _check_context(req_context)
-        keys = checked_keys(keys)
+        keys = checked_keys(self._open(keys, req_context))
         num_released: Counter[bytes] = Counter()
         for key in keys:
             num_released[key] += 1
@@ -130,11 +132,10 @@ class ReferenceManager(OffloadingManager):
                 self.in_use.remove(key)
 
     def prepare_store(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        _check_context(req_context)
         keys = self._begin(keys, req_context)
         keys = list(dict.fromkeys(keys))
         absent = [key for key in keys if key not in self.blocks]
-        admitted = self.gate.admitted(keys)
+        admitted = [] if req_context in self.requests.old else self.gate.admitted(keys)
         to_store = [key for key in absent if key in admitted]
         num_idle_named = sum(key in self.blocks and key not in self.in_use for key in keys)
         num_evictable = len(self.blocks) - len(self.in_use) - num_idle_named
@@ -198,6 +199,11 @@ class ReferenceManager(OffloadingManager):
         if isinstance(req_context, bool):
             success, req_context = req_context, None
         _check_context(req_context)
+        if req_context in self.requests.old:
+            checked_keys(keys)
+            return
+        if success or not self._has_used(req_context):
+            self._open(keys, req_context)
         offered = dict.fromkeys(checked_keys(keys))
         written = [key for key in offered if key in self.blocks and not self.blocks[key].is_ready]
         self.in_use.difference_update(written)
@@ -226,6 +232,8 @@ class ReferenceManager(OffloadingManager):
         if request is not None and in_prefix_order:
             self.requests.ended[req_context] = request
         self.requests.hinted.pop(req_context, None)
+        self.requests.open.discard(req_context)
+        self.requests.old.discard(req_context)
         self.policy.order(in_prefix_order)
         if retention.priority_class > NORMAL:
             self._retain(in_prefix_order, retention)
@@ -257,6 +265,7 @@ class ReferenceManager(OffloadingManager):
         running = self.requests.named.get(request_or_keys)
         if (running is None or not running.keys) and request_or_keys in self.requests.ended:
             return self._in_prefix_order(request_or_keys, self.requests.ended[request_or_keys])
+        self.requests.open.add(request_or_keys)
         self.requests.hinted[request_or_keys] = next_use
         if running is not None:
             running.next_use = next_use
@@ -292,6 +301,7 @@ class ReferenceManager(OffloadingManager):
 
     def _begin(self, keys: Iterable[bytes], req_context: ReqContext | None) -> list[bytes]:
         """Advance the clock of a policy that reads it: until a request uses a key, and for calls without a request."""
+        keys = self._open(keys, req_context)
         if isinstance(keys, Iterable) and not isinstance(keys, bytes | str):
             keys = list(keys)
             self.retained.let_fall(self.falls_per_call)
@@ -300,6 +310,17 @@ class ReferenceManager(OffloadingManager):
             if self.policy.reads_clock and not is_begun:
                 self._set_time()
         return checked_keys(keys)
+
+    def _open(self, keys: Any, req_context: ReqContext | None) -> Any:
+        """Note that a request is open, once its context and the type of `keys` are valid."""
+        _check_context(req_context)
+        if req_context is not None and isinstance(keys, Iterable) and not isinstance(keys, bytes | str):
+            self.requests.open.add(req_context)
+        return keys
+
+    def _has_used(self, req_context: ReqContext | None) -> bool:
+        running = None if req_context is None else self.requests.named.get(req_context)
+        return bool(running is not None and running.keys) or req_context in self.requests.ended
 
     def _set_time(self) -> None:
         now_s = self.clock()
@@ -382,6 +403,9 @@ class Requests:
     """What requests have said and used."""
 
     def __init__(self) -> None:
+        # Those that were announced or made a call, and those of them that are older than the last reset.
+        self.open: WeakSet[ReqContext] = WeakSet()
+        self.old: WeakSet[ReqContext] = WeakSet()
         # Keys that each request has named, in the order first seen: counted once, ordered at the request's end.
         self.named: WeakKeyDictionary[ReqContext, RequestUses] = WeakKeyDictionary()
         self.ended: WeakKeyDictionary[ReqContext, RequestUses] = WeakKeyDictionary()

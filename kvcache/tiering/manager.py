@@ -26,7 +26,7 @@ from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats, Part
 from kvcache.options import parse_duration
 from kvcache.registry import POLICIES
-from kvcache.request import ReqContext, check_next_use
+from kvcache.request import ReqContext, RequestOffloadingContext, check_next_use
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.arbiter import Arbitration, LoadArbiter
 from kvcache.tiering.controller import HostBudget, TierConfig, TierController, log_job
@@ -241,16 +241,21 @@ class TieredOffloadingManager(OffloadingManager):
         self.pool.unpin(as_key_list(keys), req_context)
 
     @atomic
-    @_while_open()
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        return self._writing.reserve(as_key_list(keys), req_context)
+        # A request that may store nothing is told so while a reset waits for old jobs, too: the engine asks once.
+        if self._is_open or self.pool.ages.predates(req_context):
+            return self._writing.reserve(as_key_list(keys), req_context)
+        return None
 
     @atomic
     def complete_store(self, keys: Keys, req_context: ReqContext | bool | None = None, success: bool = True) -> None:
         if isinstance(req_context, bool):
             success, req_context = req_context, None
+        keys = as_key_list(keys)
+        if self._is_open and self.pool.is_of_before(keys, req_context):
+            return
         # The engine must not commit blocks that a tier is still reading into.
-        keys = self._promotion.without_coming(as_key_list(keys))
+        keys = self._promotion.without_coming(keys)
         if not (success and self._is_open):
             self.pool.abort(keys, req_context)
             self._writing.abort(keys)
@@ -262,6 +267,10 @@ class TieredOffloadingManager(OffloadingManager):
     def take_events(self, max_events: int | None = None) -> Iterator[OffloadingEvent]:
         """Yield the events since the last call, or the first `max_events` of them, each once."""
         return self.pool.take_events(max_events)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self.pool.ages.open(req_context)
+        return super().on_new_request(req_context)
 
     @atomic
     def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
@@ -320,6 +329,8 @@ class TieredOffloadingManager(OffloadingManager):
         version = self.version_of_reset(version)
         now_s = self._clock()
         self._is_open = False
+        # Not when the pool is empty: requests that begin until then are new.
+        self.pool.ages.num_resets += 1
         if self.pool.events is not None:
             self.pool.events.clear()
         self._pending.forget()

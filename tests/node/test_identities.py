@@ -109,6 +109,8 @@ class Run:
     def __init__(self, place, seed):
         self.place, self.dice = place, random.Random(seed)
         self.engines, self.weights, self.names = {}, {}, {}
+        # Requests of each engine that go on, perhaps over a reset: keys, context and the weights that computed them.
+        self.running = {}
         self.last_weights = self.num_loaded = self.num_shared = self.num_after_reset = self.num_wrong = 0
 
     def step(self):
@@ -129,7 +131,7 @@ class Run:
     def start(self, number):
         version = self.dice.choice([None, None, *self.names])
         self.weights[number] = 0 if version is None else self.names[version]
-        self.engines[number] = self.place.engine(self.place, number, version)
+        self.engines[number], self.running[number] = self.place.engine(self.place, number, version), []
 
     def update(self, number):
         """Update the weights of an engine, to new ones or to those of a version, and reset it once or twice."""
@@ -155,8 +157,12 @@ class Run:
 
     def serve(self, number):
         engine, weights = self.engines[number], self.weights[number]
-        manager, rows = engine.manager, engine.rows
+        manager, rows, running = engine.manager, engine.rows, self.running[number]
         keys, context = prompt(self.dice.randrange(NUM_DOCUMENTS), 3)
+        manager.on_new_request(context)
+        if self.dice.random() < 0.3:
+            running.append((keys, context, weights))
+            return
         num_found = engine.find(keys, context)
         if num_found:
             for block_id in manager.prepare_load(keys[:num_found], context).block_ids.tolist():
@@ -166,7 +172,14 @@ class Run:
                 self.num_after_reset += weights > 0
                 self.num_wrong += wrote != weights
             manager.complete_load(keys[:num_found], context)
-        output = manager.prepare_store(keys[num_found:], context) if num_found < len(keys) else None
+        self.store(number, keys[num_found:], context, weights)
+        while running and self.dice.random() < 0.3:
+            self.store(number, *running.pop(self.dice.randrange(len(running))))
+
+    def store(self, number, keys, context, weights):
+        """Store the rest of a request's blocks, which `weights` computed, and end the request."""
+        engine, manager, rows = self.engines[number], self.engines[number].manager, self.engines[number].rows
+        output = manager.prepare_store(keys, context) if keys else None
         if output is not None:
             for block_id in output.store_spec.block_ids.tolist():
                 rows[block_id][:16].view(np.int64)[:] = weights, number

@@ -307,9 +307,9 @@ def test_reset_counts_requests_uses_afresh(is_open):
     context = ReqContext()
     bench.store(b"a", context=context)
     bench.manager.reset_cache()
-    bench.store(b"a", context=context if is_open else ReqContext())
+    bench.store(b"a", context=ReqContext())
     assert bench.jobs() == []
-    bench.manager.touch([b"a"], ReqContext())
+    bench.manager.touch([b"a"], context if is_open else ReqContext())
     bench.manager.on_schedule_end()
     assert bench.jobs() == [(False, [b"a"])]
 

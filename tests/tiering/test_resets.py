@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from stores import Clock
 
-from kvcache import CPUOffloadingManager, TierConfig, TieredOffloadingManager
+from kvcache import (
+    BackendOffloadingManager,
+    CPUBackend,
+    CPUOffloadingManager,
+    ReqContext,
+    TierConfig,
+    TieredOffloadingManager,
+)
 from kvcache.recorder.recorder import Recorder
 from kvcache.testing.tiers import ManualTier
 
@@ -86,3 +93,63 @@ def test_named_version_counts_once():
     manager.reset_cache("step 5")
     manager.reset_cache()
     assert [tier.versions for tier in tiers] == [["step 2", None, "step 3", "step 5", None]] * 2
+
+
+MANAGERS = {
+    "cpu": lambda: CPUOffloadingManager(8, 8),
+    "gittins": lambda: CPUOffloadingManager(8, 8, "gittins"),
+    "backend": lambda: BackendOffloadingManager(CPUBackend(8, 8)),
+    "tiered": lambda: TieredOffloadingManager(8, 8, [VersionedTier()]),
+}
+OPENINGS = {
+    "announced": lambda manager, request: manager.on_new_request(request),
+    "asked for a key": lambda manager, request: manager.lookup(b"a", request),
+    "asked for keys": lambda manager, request: manager.lookup([b"a"], request),
+    "is storing": lambda manager, request: manager.prepare_store([b"a"], request),
+}
+
+
+def stored(manager, keys, request):
+    output = manager.prepare_store(keys, request)
+    manager.complete_store(output.keys_to_store, request)
+    return output.keys_to_store, output.store_spec.block_ids.tolist(), output.evicted_keys
+
+
+@pytest.mark.parametrize("opening", OPENINGS)
+@pytest.mark.parametrize("kind", MANAGERS)
+def test_older_request_stores_nothing(kind, opening):
+    manager, old, new = MANAGERS[kind](), ReqContext("old"), ReqContext("new")
+    OPENINGS[opening](manager, old)
+    for _ in range(2):
+        manager.reset_cache()
+        assert stored(manager, [b"a", b"b"], old) == ([], [], [])
+    assert manager.prepare_store([b"a"], new).keys_to_store == [b"a"]
+    # The end of a store of before says nothing about the new request's.
+    for success in (True, False):
+        manager.complete_store([b"a"], old, success)
+        assert manager.policy.get(b"a").is_ready is False
+    manager.complete_store([b"a"], new)
+    assert manager.lookup([b"a", b"b"], old) == 1
+    assert manager.prepare_load([b"a"], old).block_ids.tolist() == [0]
+    manager.complete_load([b"a"], old)
+    assert stored(manager, [b"a", b"b"], old) == ([], [], [])
+    with pytest.raises(ValueError, match="key"):
+        manager.prepare_store([b"b", b""], old)
+    manager.on_request_finished(old)
+    # The context serves a request that begins now.
+    assert stored(manager, [b"b"], old)[0] == [b"b"]
+
+
+def test_request_of_a_draining_reset_stores():
+    tier = ManualTier(8, np.zeros((8, 4), np.uint8))
+    manager, old, new = TieredOffloadingManager(8, 8, [tier]), ReqContext("old"), ReqContext("new")
+    stored(manager, [b"a"], old)
+    manager.on_schedule_end()
+    manager.reset_cache()
+    # The tier still writes; an empty answer is final, and None means later.
+    assert stored(manager, [b"b"], old) == ([], [], [])
+    assert (manager.lookup([b"b"], new), manager.prepare_store([b"b"], new)) == (0, None)
+    tier.end(tier.pending[0])
+    manager.on_schedule_end()
+    assert stored(manager, [b"b"], old) == ([], [], [])
+    assert stored(manager, [b"b"], new)[0] == [b"b"]

@@ -123,7 +123,9 @@ class KVCacheOffloadingManager(OffloadingManager):
         return []
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        req_context.set_state(EngineRequest(req_context))
+        ours = EngineRequest(req_context)
+        req_context.set_state(ours)
+        self._manager.on_new_request(ours)
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:

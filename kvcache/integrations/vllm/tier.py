@@ -48,7 +48,7 @@ _DRAIN_WARNING_S = 5.0
 class _Request(EngineRequest):
     """A request of the engine, and its keys in the order in which vLLM looks them up."""
 
-    __slots__ = ("_keys", "_place_of", "failed")
+    __slots__ = ("_keys", "_place_of", "failed", "predates_reset")
 
     def __init__(self, req_context: Any) -> None:
         super().__init__(req_context)
@@ -56,6 +56,8 @@ class _Request(EngineRequest):
         self._place_of: dict[bytes, int] = {}
         # Keys that the tier did not load: a second promotion would fail like the first one, and the request never run.
         self.failed: set[bytes] = set()
+        # Whether the tier has forgotten its blocks since it began: it stores nothing more.
+        self.predates_reset = False
 
     def keys_from(self, key: bytes) -> list[bytes]:
         """Return `key` and the next keys of the prompt, `_LOOKUP_KEYS` at most."""
@@ -174,6 +176,8 @@ class KVCacheTier(SecondaryTierManager):
         keys = sorted(chunk_of, key=lambda key: positions.get(key, 0))
         may_send = controller.may_send(is_load, now_s)
         room = controller.room(is_load) if may_send else 0
+        if not is_load and request is not None and request.predates_reset:
+            may_send, room = True, 0
         num_refused = max(len(keys) - room, 0) if may_send and not is_load else 0
         self._num_refused += num_refused
         if is_load:
@@ -249,6 +253,7 @@ class KVCacheTier(SecondaryTierManager):
         self._controller.touch(list(keys), self._requests.get(req_context.req_id))
 
     def on_request_finished(self, req_context: Any) -> None:
+        # vLLM calls this after the request's last store.
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
             return
@@ -276,6 +281,8 @@ class KVCacheTier(SecondaryTierManager):
         # vLLM calls this only when it resets host memory.
         if self._options.forget_on_reset:
             self._controller.reset(self.clock())
+            for request in self._requests.values():
+                request.predates_reset = True
 
     def shutdown(self) -> None:
         if not hasattr(self, "_controller"):
