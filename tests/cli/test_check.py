@@ -26,13 +26,13 @@ CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
 def ours(**options):
     """Return a configuration of our manager under vLLM."""
-    spec = {"spec_name": "KVCacheOffloadingSpec", "spec_module_path": MODULE, "cpu_bytes_to_use": "64MiB"}
+    spec = {"spec_name": "KVCacheOffloadingSpec", "spec_module_path": MODULE, "cpu_bytes_to_use": "4MiB"}
     return {"kv_connector_extra_config": spec | options}
 
 
 def engines(**options):
     """Return a configuration of vLLM's own manager."""
-    return {"kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 64 << 20} | options}
+    return {"kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 4 << 20} | options}
 
 
 def vllm_with(options, **engine):
@@ -69,7 +69,7 @@ def test_settings_are_found_inside_vllms_own(check):
     findings = json.loads(text)["findings"]
     assert status == 0
     # 16 tokens of 128 KiB each.
-    assert findings[0]["text"] == "32 blocks of 2 MiB, 64 MiB in all, policy gittins"
+    assert findings[0]["text"] == "2 blocks of 2 MiB, 4 MiB in all, policy gittins"
     assert not {"options", "connector"} & {finding["subject"] for finding in findings}
 
 
@@ -119,7 +119,7 @@ def test_vllm_managers_check_names_data_plane(check, tmp_path):
     assert status == 0
     assert "policy arc" in text
     assert "vLLM's worker, one copy for all ranks of a pure MLA model" in text
-    assert "32 chunks of 1,048,576 bytes and 32 MiB on each rank" in text
+    assert "2 chunks of 1,048,576 bytes and 2 MiB on each rank" in text
     assert "tiers[0] disk" in text
     assert "warning options" not in text
 
@@ -131,9 +131,9 @@ TWO_RANKS = ("--workers", "2", "--model")
     ("given", "options", "copies"),
     [
         # 61 layers x 576 values x 2 bytes x 16 tokens, the same on both ranks
-        (engines(), (*TWO_RANKS, "deepseek-v3"), "all ranks; 59 chunks of 1,124,352 bytes and 63.26 MiB in all"),
+        (engines(), (*TWO_RANKS, "deepseek-v3"), "all ranks; 3 chunks of 1,124,352 bytes and 3.217 MiB in all"),
         # 36 layers x 2048 values x 2 bytes x 16 tokens / 2 ranks
-        (engines(), (*TWO_RANKS, "qwen3-8b"), "part; 28 chunks of 1,179,648 bytes and 31.5 MiB on each rank"),
+        (engines(), (*TWO_RANKS, "qwen3-8b"), "part; 1 chunks of 1,179,648 bytes and 1.125 MiB on each rank"),
         (ours(), (), "on CUDA, ROCm and XPU vLLM's worker"),
         (ours(data_plane="kvcache"), (), "data plane kvcache's worker, each rank's part"),
     ],
@@ -301,17 +301,17 @@ def test_check_names_the_existing_node_pool(check, monkeypatch):
     status, text = check(given)
     assert (status, folder.exists()) == (0, False)
     assert f"ok node pool one for all engines of this machine, {folder} " in text
-    assert "64 MiB are needed below /dev/shm" in text
+    assert "4 MiB are needed below /dev/shm" in text
     assert "warning node pool xxhash has a random seed, and engines of a 'node_pool' must hash alike: set" in text
     with serving(node_folder(name)):
         assert f"{folder}; no engine has used it yet" in check(given)[1]
-        identity = {"num_blocks": 31, "block_bytes": 2 << 20, "block_size": 16}
+        identity = {"num_blocks": 31, "block_bytes": 128 << 10, "block_size": 16}
         engine = NodeManager(folder, greeting("a", identity, {"cache_policy": "lru"}), starts_owner=False)
         text = check(given)[1]
-        assert f"error node pool one for all engines of this machine, {folder}; it has 62 MiB, " in text
-        assert "engines that use it: 1; an engine of 64 MiB is refused" in text
-        given["kv_transfer_config"]["kv_connector_extra_config"]["cpu_bytes_to_use"] = "63MiB"
-        assert "ok shared memory 1 MiB are needed below /dev/shm" in check(given)[1]
+        assert f"error node pool one for all engines of this machine, {folder}; it has 3.875 MiB, " in text
+        assert "engines that use it: 1; an engine of 4 MiB is refused" in text
+        given["kv_transfer_config"]["kv_connector_extra_config"]["cpu_bytes_to_use"] = "4032KiB"
+        assert "ok shared memory 64 KiB are needed below /dev/shm" in check(given)[1]
         engine.shutdown()
         folder.chmod(0o755)
         assert f"folder {folder} is open to other users" in check(given)[1]
@@ -326,7 +326,7 @@ def test_check_accepts_every_engine_of_pool(check, tmp_path, is_named):
     given = vllm_with(options | {"node_pool": name if is_named else True})
     folder = node_folder(name)
     with serving(folder) as owner:
-        identity = {"num_blocks": 32, "block_bytes": 2 << 20, "block_size": 16}
+        identity = {"num_blocks": 32, "block_bytes": 128 << 10, "block_size": 16}
         engine = NodeManager(folder, greeting("a", identity, options), starts_owner=False, patience_s=10)
         for _ in range(2):
             status, text = check(given)

@@ -18,7 +18,7 @@ from kvcache.tiers.disk import directory as directory_module
 VLLM = {
     "spec_name": "KVCacheOffloadingSpec",
     "spec_module_path": "kvcache.integrations.vllm",
-    "cpu_bytes_to_use": "64MiB",
+    "cpu_bytes_to_use": "4MiB",
 }
 needs_mounts = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="mounting needs root")
 
@@ -107,8 +107,8 @@ def test_engines_of_one_file_need_directories(tmp_path, by_file):
 
 
 def test_engines_need_memory_and_disk_together(monkeypatch, tmp_path):
-    monkeypatch.setattr(findings_module.shutil, "disk_usage", lambda _: SimpleNamespace(total=80 << 20, free=70 << 20))
-    given = {**VLLM, "tiers": [disk(f"{tmp_path}/{{dp_rank}}", capacity="30MiB")]}
+    monkeypatch.setattr(findings_module.shutil, "disk_usage", lambda _: SimpleNamespace(total=11 << 20, free=10 << 20))
+    given = {**VLLM, "tiers": [disk(f"{tmp_path}/{{dp_rank}}", capacity="8MiB")]}
 
     def texts(num_engines):
         findings = check_config(given, is_vllm=True, num_engines=num_engines)
@@ -116,9 +116,9 @@ def test_engines_need_memory_and_disk_together(monkeypatch, tmp_path):
 
     assert texts(1) == []
     memory, together = texts(3)
-    assert memory.startswith("192 MiB are needed below /dev/shm, 70 MiB are free: the volume has 80 MiB in all")
+    assert memory.startswith("12 MiB are needed below /dev/shm, 10 MiB are free: the volume has 11 MiB in all")
     assert together == (
-        f"{tmp_path}/0 and {tmp_path}/1 and {tmp_path}/2 are on one file system: 90 MiB are needed, 70 MiB are free"
+        f"{tmp_path}/0 and {tmp_path}/1 and {tmp_path}/2 are on one file system: 24 MiB are needed, 10 MiB are free"
     )
 
 

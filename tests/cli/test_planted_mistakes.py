@@ -37,7 +37,7 @@ OURS = {
     "kv_connector_extra_config": {
         "spec_name": "KVCacheOffloadingSpec",
         "spec_module_path": ADAPTER,
-        "cpu_bytes_to_use": "64MiB",
+        "cpu_bytes_to_use": "4MiB",
         "tiers": [disk()],
     },
 }
@@ -46,7 +46,7 @@ ENGINES = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec",
-        "cpu_bytes_to_use": 64 << 20,
+        "cpu_bytes_to_use": 4 << 20,
         "secondary_tiers": [{**disk(), "type": "KVCacheTier", "module_path": ADAPTER, "kind": "disk"}],
     },
 }
@@ -150,7 +150,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OURS, {f"{EXTRA}.self_describing_kv_events": "true"}, "self_describing_kv_events in"),
     (OURS, {f"{EXTRA}.data_plane": "kvcache", f"{EXTRA}.canonical_layout": True}, "not support 'canonical_layout'"),
     (OURS, {f"{EXTRA}.pool_folder": "/no-such-shm"}, "pool_folder must be a folder in shared memory"),
-    (ENGINES, {f"{EXTRA}.cpu_bytes_to_use": "64MiB"}, "as vLLM reads it, got '64MiB'"),
+    (ENGINES, {f"{EXTRA}.cpu_bytes_to_use": "4MiB"}, "as vLLM reads it, got '4MiB'"),
     (ENGINES, {f"{EXTRA}.cpu_bytes_to_use": True}, "as vLLM reads it, got True"),
     (ENGINES, {f"{EXTRA}.secondary_tiers.0.kind": "disc"}, "did you mean 'disk'"),
     (ENGINES, {f"{EXTRA}.secondary_tiers.0.arbiter": True}, "omit arbiter"),
@@ -175,7 +175,7 @@ WARNINGS = {
 CORRECT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (PLAIN, {}),
     (PLAIN, {"cache_policy": "arc", "store_threshold": 2}),
-    (PLAIN, {"num_cpu_blocks": REMOVED, "cpu_bytes_to_use": "64MiB", "block_size": 64}),
+    (PLAIN, {"num_cpu_blocks": REMOVED, "cpu_bytes_to_use": "4MiB", "block_size": 64}),
     (PLAIN, {"record": "TMP/run.{pid}.kvlog", "record_max_bytes": "1MiB"}),
     (PLAIN, {"exporters": ["status", {"type": "prometheus", "port": 0}]}),
     (PLAIN, {"exporters": [{"type": "prometheus", "port": 0}, {"type": "prometheus", "port": 0, "host": "localhost"}]}),
