@@ -45,8 +45,9 @@ class Epoch:
     def of_version(cls, version: str | int) -> Self:
         """Return the epoch of named weights; 5 and "5" are one version. ValueError: the version is invalid."""
         text = str(check_version(version))
-        # It is written to a tier's header, whose length is limited.
-        return cls(EpochKind.VERSION, text if len(text) <= _MAX_NAME else hashlib.sha256(text.encode()).hexdigest())
+        # It is written to a tier's header, whose length is limited. No short version is as long as a digest's text.
+        is_short = len(text) <= _MAX_NAME
+        return cls(EpochKind.VERSION, text if is_short else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
 
     @classmethod
     def after_reset(cls, version: str | int | None) -> Self:

@@ -1,5 +1,6 @@
 """What every shared store has from its base, on the store of docs/howto/tier.md: a dict in another process."""
 
+import hashlib
 import re
 import time
 from multiprocessing import Manager
@@ -114,6 +115,15 @@ def test_weights_have_epochs_of_their_own(open_engine):
     assert [found(engine, KEYS[:8]) for engine in engines] == [4, 2, 3, 4, 2]
     reset_all(engines[1:3], None, None)
     assert [found(engine, KEYS[:8]) for engine in (*engines, open_engine("sha256:b"))] == [4, 0, 0, 4, 2, 3]
+
+
+def test_long_version_is_not_its_digest(open_engine):
+    long = "step-1/" * 10
+    engines = [open_engine() for _ in range(4)]
+    digest = hashlib.sha256(long.encode()).hexdigest()
+    reset_all(engines, long, long, digest, f"sha256:{digest}")
+    store(engines[0], KEYS[:4])
+    assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4], KEYS[:4], [], []]
 
 
 def test_salt_separates_epochs_of_one_version(open_engine, values):
