@@ -31,7 +31,7 @@ MAX_ENGINES, MAX_PROCESSES = 64, 1024
 OWNER = 255
 """The writer of blocks that no living engine wrote: promotions, and blocks of engines that have ended."""
 
-_MAGIC = b"KVNODE03"
+_MAGIC = b"KVNODE04"
 _HEAD = struct.Struct("<8sQ16sI")
 _IDENTITY_BYTES = 64 << 10
 _PROCESS = np.dtype([("pid", "<i8"), ("start", "<i8"), ("engine", "<i4"), ("rank", "<i4")])

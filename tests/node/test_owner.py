@@ -1,6 +1,7 @@
 """The owner process: refusals, broken clients, outages, recovery and its end."""
 
 import gc
+import hashlib
 import json
 import os
 import resource
@@ -20,15 +21,18 @@ import pytest
 from node_harness import BLOCK_BYTES, key_of, prompt, turn, wait_for
 
 from kvcache import ReqContext
+from kvcache.block import READY
 from kvcache.control.telemetry import Telemetry
+from kvcache.epoch import Epoch
 from kvcache.exporters.status import StatusServer
 from kvcache.metrics import samples_of
 from kvcache.node import owner as owner_module
 from kvcache.node import protocol
+from kvcache.node.batch import pack_keys
 from kvcache.node.client import NodeManager, greeting, register_worker
-from kvcache.node.ledger import MAX_ENGINES
+from kvcache.node.ledger import MAX_ENGINES, OWNER, Ledger
 from kvcache.node.owner import Owner
-from kvcache.node.protocol import node_folder, pack
+from kvcache.node.protocol import node_folder, pack, unpack_keys
 from kvcache.transfer.shared_file import SharedBlocks
 
 KILLS = Path(__file__).parents[1] / "isolated" / "node_kills.py"
@@ -281,6 +285,23 @@ def test_ledger_is_written_before_answers(place, engine, monkeypatch):
     assert seen == [True, True]
 
 
+def test_new_meaning_needs_new_magic(tmp_path):
+    """Whoever changes a field of the ledger or what it means draws a new magic, and writes the new digest here."""
+    ledger = Ledger(tmp_path / "ledger", 4, {"num_blocks": 4, "block_bytes": 8})
+    epoch = Epoch.of_version("step-1").digest()
+    _, payload, key_bytes = pack_keys([key_of(1, place) for place in range(3)])
+    keys, _ = unpack_keys(payload, key_bytes, epoch=epoch)
+    ledger.begin([0, 2], keys[:2], 5)
+    ledger.begin([1], keys[2:], OWNER)
+    ledger.end([0, 1], READY)
+    ledger.readers[0] |= np.uint64(1 << 5)
+    ledger.names[5] = b"engine"
+    ledger.processes[0] = (1, 2, 5, -1)
+    content = (tmp_path / "ledger").read_bytes()
+    magic, digest = content[:8], hashlib.sha256(content[8:16] + content[32:]).hexdigest()[:16]
+    assert (magic, digest) == (b"KVNODE04", "38533b1d91f962f3")
+
+
 @pytest.mark.parametrize(
     "damage", ["truncated", "another version", "pool missing", "none", "identity", *("state", "stamp", "key", "engine")]
 )
@@ -294,7 +315,7 @@ def test_new_owner_keeps_whole_pool_only(place, engine, damage):
     if damage == "truncated":
         os.truncate(ledger, ledger.stat().st_size - 1)
     elif damage == "another version":
-        ledger.write_bytes(ledger.read_bytes().replace(b"KVNODE03", b"KVNODE02", 1))
+        ledger.write_bytes(ledger.read_bytes().replace(b"KVNODE04", b"KVNODE03", 1))
     elif damage == "identity":
         ledger.write_bytes(ledger.read_bytes().replace(b'{"block', b"{+block", 1))
     elif damage in ("state", "stamp", "key", "engine"):
