@@ -110,7 +110,8 @@ class LookupBelow:
         )
         link = self.manager.controllers[0].link
         if link is not None:
-            link.fit.set(1e-4, 1e-3)
+            for num_blocks in (1, 10, 100):
+                link.fit.record(num_blocks, 1, 1e-4 * num_blocks + 1e-3)
         self.keys = [b"%032d\0\0\0\0" % i for i in range(256)]
         tier.submit_store(-1, self.keys, [0] * 256)
         self.manager.on_schedule_end()

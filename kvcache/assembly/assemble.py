@@ -42,9 +42,9 @@ from kvcache.options import (
 )
 from kvcache.recorder.recorder import DEFAULT_MAX_BYTES, Recorder
 from kvcache.registry import EXPORTERS, TIERS, Registry
+from kvcache.tiering.arbiter import check_prefill_rate
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiering.rates import check_prefill_rate
 from kvcache.tiering.store import KeyedStore
 from kvcache.tiers.base.tier import Tier
 from kvcache.transfer.free_memory import check_memory

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from kvcache.metrics import HistogramData, counter, gauge, histogram, state
 from kvcache.options import Options, choice_of, option, parse_count, parse_duration, parse_flag
 from kvcache.registry import POLICIES
+from kvcache.tiering.arbiter import Link
 from kvcache.tiering.backlog import Backlog
 from kvcache.tiering.breaker import BREAKER_STATES, Direction, Faults
 from kvcache.tiering.endurance import RunChoice
-from kvcache.tiering.rates import LinkRate
 from kvcache.tiering.uses import UseQueue
 from kvcache.tiers.base.tier import MAX_STEP_BLOCKS, TierResult, TierStats
 from kvcache.tiers.base.wear import parse_endurance
@@ -154,6 +154,13 @@ class TierJob:
     is_overdue: bool = False
     is_withheld: bool = False
 
+    is_coming = True
+
+    @property
+    def link(self) -> Link | None:
+        """The link of its tier; see `kvcache.tiering.arbiter.Source`."""
+        return self.controller.link
+
 
 def log_job(job: TierJob, result: TierResult, now_s: float) -> None:
     """Log the end of a job at level debug."""
@@ -168,8 +175,10 @@ def log_job(job: TierJob, result: TierResult, now_s: float) -> None:
 class TierController:
     """One tier under a manager: its `jobs` under way and the `backlog` of blocks that wait to be written.
 
-    With an arbiter, `link` is the rate of loads.
+    With an arbiter, `link` learns the rate of loads.
     """
+
+    is_coming = False
 
     def __init__(self, tier: Tier, config: TierConfig, num_blocks: int, num_tiers: int, budget: HostBudget) -> None:
         self.tier = tier
@@ -177,7 +186,7 @@ class TierController:
         self.config = config
         self.jobs: dict[int, TierJob] = {}
         self.backlog = Backlog(num_blocks, config.write_policy == "write_back")
-        self.link = LinkRate() if config.arbiter else None
+        self.link = Link() if config.arbiter else None
         if config.endurance is not None:
             if tier.wear is None:
                 raise ValueError(f"endurance limits the writes of a disk; tier {self.medium} does not wear")
@@ -329,8 +338,6 @@ class TierController:
                 continue
             max_blocks -= 1 + len(result.done) + len(result.failed) + len(result.removed)
             pairs.append((job, result))
-        if self.link is not None and not self._reported:
-            self.link.looked(now_s)
         return pairs
 
     def _checked(self, result: Any) -> tuple[TierJob | None, TierResult]:

@@ -28,7 +28,7 @@ from kvcache.options import parse_duration
 from kvcache.registry import POLICIES
 from kvcache.request import ReqContext, RequestOffloadingContext, check_next_use
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
-from kvcache.tiering.arbiter import Arbitration, LoadArbiter
+from kvcache.tiering.arbiter import LoadArbiter
 from kvcache.tiering.controller import HostBudget, TierConfig, TierController, log_job
 from kvcache.tiering.pending import PendingRequests
 from kvcache.tiering.promotion import Promotion
@@ -87,7 +87,7 @@ class TieredOffloadingManager(OffloadingManager):
         Of host memory; read it, the manager drives it.
     controllers : list of TierController
         Of the tiers, in order.
-    arbitration : Arbitration or None
+    arbiter : LoadArbiter or None
         What decides between loading and computing, where a tier has an arbiter.
 
     Raises
@@ -135,12 +135,11 @@ class TieredOffloadingManager(OffloadingManager):
         budget = HostBudget(max(1, 3 * num_blocks // 4))
         self.controllers = [TierController(tier, config, num_blocks, len(pairs), budget) for tier, config in pairs]
         self._pending = PendingRequests(self.pool, deadline_s, MAX_STEP_BLOCKS, self._clock)
-        self.arbitration: Arbitration | None = None
+        self.arbiter: LoadArbiter | None = None
         if any(controller.link is not None for controller in self.controllers):
-            arbiter = LoadArbiter(prefill_tokens_per_s)
-            self.arbitration = Arbitration(arbiter, self._pending, self.controllers, block_size)
+            self.arbiter = LoadArbiter(block_size, self.controllers, prefill_tokens_per_s)
         self._writing = Writing(self.pool, self.controllers)
-        self._promotion = Promotion(self.pool, self.controllers, self._pending, self.arbitration, self._writing, budget)
+        self._promotion = Promotion(self.pool, self.controllers, self._pending, self.arbiter, self._writing, budget)
         # False from a reset until no job of before uses the pool.
         self._is_open = True
         # Whether a look-up of this step has handled the results of the tiers.
@@ -152,11 +151,6 @@ class TieredOffloadingManager(OffloadingManager):
         return self.pool.policy
 
     _policy = policy
-
-    @property
-    def arbiter(self) -> LoadArbiter | None:
-        """What weighs loading against computing, where a tier has one."""
-        return None if self.arbitration is None else self.arbitration.arbiter
 
     def configuration(self) -> dict[str, Any]:
         """Return the arguments of a manager that answers alike over equal tiers, in types of JSON.
@@ -276,8 +270,8 @@ class TieredOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext, *, use_positions: bool = False) -> None:
         self.pool.end_request(req_context, use_positions=use_positions)
         self._pending.close(req_context)
-        if self.arbitration is not None:
-            self.arbitration.forget(req_context)
+        if self.arbiter is not None:
+            self.arbiter.forget(req_context)
         self._writing.end_request(req_context)
 
     def report_prefill(self, first_token: int, num_tokens: int, seconds: float) -> None:
@@ -296,7 +290,7 @@ class TieredOffloadingManager(OffloadingManager):
             The time of all parts together.
         """
         if self.arbiter is not None:
-            self.arbiter.prefill.record_together(parts, seconds)
+            self.arbiter.report_prefills(parts, seconds)
 
     @atomic
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
@@ -334,8 +328,8 @@ class TieredOffloadingManager(OffloadingManager):
         if self.pool.events is not None:
             self.pool.events.clear()
         self._pending.forget()
-        if self.arbitration is not None:
-            self.arbitration.take_probes()
+        if self.arbiter is not None:
+            self.arbiter.probes.clear()
         self._writing.clear()
         for controller in self.controllers:
             controller.reset(now_s, version)
@@ -365,7 +359,7 @@ class TieredOffloadingManager(OffloadingManager):
             time.sleep(0.0002)
 
     def stats(self) -> ManagerStats:
-        decided = {} if self.arbitration is None else self.arbitration.counts
+        decided = {} if self.arbiter is None else self.arbiter.counts
         return replace(self.pool.stats(), promoted_loads=self._promotion.num_loads, **decided)
 
     def parts(self) -> list[Part]:
@@ -396,7 +390,7 @@ class TieredOffloadingManager(OffloadingManager):
     def _status_below(self, key: bytes, req_context: ReqContext | None) -> int:
         self._take_results_once()
         # An arbiter decides at each look-up whether the request still waits.
-        if self.arbitration is None and self._is_open and self._promotion.is_awaited(key, req_context):
+        if self.arbiter is None and self._is_open and self._promotion.is_awaited(key, req_context):
             self.pool.count_lookup(1)
             return PENDING
         answer = self._find([key], req_context)

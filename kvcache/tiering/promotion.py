@@ -11,11 +11,10 @@ it loads them, ends, or its deadline passes. Past the deadline, host memory alon
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvcache.block import ABSENT, READY
 from kvcache.specs import block_ids_of
-from kvcache.tiering.arbiter import Arbitration, Source, Sources
 from kvcache.tiering.controller import TierController, TierJob
 from kvcache.tiering.pending import PendingRequest, PendingRequests
 from kvcache.tiering.writing import MAX_JOB_BLOCKS, Writing
@@ -24,8 +23,11 @@ from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
 if TYPE_CHECKING:
     from kvcache.control.pool import BlockPool
     from kvcache.request import ReqContext
+    from kvcache.tiering.arbiter import Link, LoadArbiter
     from kvcache.tiering.controller import HostBudget
 
+Source: TypeAlias = TierController | TierJob | None
+"""The source of a block: a tier, a job that is loading it already, or None: host memory."""
 _MAX_TIER_LOOKUPS = 64
 
 
@@ -40,14 +42,14 @@ class Promotion:
         pool: BlockPool,
         controllers: list[TierController],
         pending: PendingRequests,
-        arbitration: Arbitration | None,
+        arbiter: LoadArbiter | None,
         writing: Writing,
         budget: HostBudget,
     ) -> None:
         self._pool = pool
         self._controllers = controllers
         self._pending = pending
-        self._arbitration = arbitration
+        self._arbiter = arbiter
         self._writing = writing
         self._budget = budget
         self._job_of: dict[bytes, TierJob] = {}
@@ -61,8 +63,11 @@ class Promotion:
         if not self._pending.of(req_context).may_wait(now_s):
             return False
         sources, is_unknown = self._worth_waiting(keys, num_ready, req_context, now_s)
-        in_tiers = {key: source for key, source in sources if isinstance(source, TierController)}
-        jobs = dict.fromkeys(source for _, source in sources if isinstance(source, TierJob))
+        behind = keys[num_ready : num_ready + len(sources)]
+        in_tiers = {
+            key: source for key, source in zip(behind, sources, strict=True) if isinstance(source, TierController)
+        }
+        jobs = dict.fromkeys(source for source in sources if isinstance(source, TierJob))
         for job in jobs:
             job.waiters.add(req_context)
         if not (in_tiers or jobs or is_unknown):
@@ -72,8 +77,7 @@ class Promotion:
 
     def is_coming(self, key: bytes, req_context: ReqContext | None) -> bool:
         """Return whether a block that is not ready is on its way to this request."""
-        arbitration = self._arbitration
-        if arbitration is not None and req_context is not None and not arbitration.may_wait_for(key, req_context):
+        if self._arbiter is not None and req_context is not None and self._arbiter.is_cut(key, req_context):
             return False
         job = self._job_of.get(key)
         request = self._pending.of(req_context)
@@ -110,8 +114,8 @@ class Promotion:
             batch = self._next_batch(request, num_left, now_s)
             num_left -= len(batch)
             self._promote(request, batch, now_s)
-        if self._arbitration is not None:
-            self._probe(self._arbitration.take_probes(), now_s)
+        if self._arbiter is not None:
+            self._probe(self._arbiter.probes, now_s)
 
     def end(self, job: TierJob, arrived: Collection[bytes]) -> None:
         """Commit the blocks that arrived, hold them for the requests that wait, and free the others."""
@@ -135,22 +139,25 @@ class Promotion:
 
     def _worth_waiting(
         self, keys: list[bytes], num_ready: int, req_context: ReqContext | None, now_s: float
-    ) -> Sources:
+    ) -> tuple[list[Source], bool]:
         """Return the sources of the next keys; with an arbiter, of those that are loaded sooner than computed."""
-        sources = self._look_below(keys[num_ready : num_ready + MAX_STEP_BLOCKS], req_context, now_s)
-        arbitration = self._arbitration
-        if arbitration is None or req_context is None or not any(sources):
-            return sources
-        return arbitration.sources_to_load(
-            sources,
-            keys,
-            num_ready,
-            req_context,
-            now_s,
-            lambda run: self._look_below(run[:MAX_STEP_BLOCKS], req_context, now_s),
-        )
+        behind = keys[num_ready : num_ready + MAX_STEP_BLOCKS]
+        if self._arbiter is None or req_context is None:
+            return self._look_below(behind, req_context, now_s)
+        # One decision for the whole prompt: an engine that asks key by key has given its keys.
+        run = self._arbiter.keys_to_weigh(behind, num_ready, req_context)[:MAX_STEP_BLOCKS]
+        sources, is_unknown = self._look_below(run, req_context, now_s)
+        if not (sources or is_unknown):
+            return [], False
+        num_to_load = self._arbiter.num_to_load(req_context, run, num_ready, sources, is_unknown, now_s)
+        if num_to_load is None:
+            return [], True
+        if num_to_load < 0:
+            # Jobs under way go on.
+            self._pending.of(req_context).wanted.clear()
+        return sources[: min(max(num_to_load, 0), len(behind))], False
 
-    def _look_below(self, keys: list[bytes], req_context: ReqContext | None, now_s: float) -> Sources:
+    def _look_below(self, keys: list[bytes], req_context: ReqContext | None, now_s: float) -> tuple[list[Source], bool]:
         """Return the sources of a step's keys, up to the first absent one, and whether a tier must be asked again.
 
         The tiers are asked for all keys together that are not in host memory, so the cost grows with their number only.
@@ -174,12 +181,12 @@ class Promotion:
         # Asked for alone, each block of a long prefix would cost a call.
         holders, is_unknown = self._ask_tiers(below, now_s)
         if len(below) == len(sources):
-            return list(zip(keys, holders, strict=False)), is_unknown
+            return [*holders], is_unknown
         for place, controller in zip(places, holders, strict=False):
             sources[place] = controller
         if len(holders) < len(below):
             del sources[places[len(holders)] :]
-        return list(zip(keys, sources, strict=False)), is_unknown
+        return sources, is_unknown
 
     def _ask_tiers(self, keys: list[bytes], now_s: float) -> tuple[list[TierController], bool]:
         """Return the first tier that holds each of the first keys, and whether a tier must be asked again."""
@@ -241,18 +248,26 @@ class Promotion:
                 part = slice(first, first + MAX_JOB_BLOCKS)
                 self._load(controller, keys[part], block_ids[part], (request.req_context,), now_s)
 
-    def _probe(self, cut: dict[TierController, list[bytes]], now_s: float) -> None:
-        """Load a few blocks that were cut, from time to time, to notice a link that got faster."""
-        for controller, keys in cut.items():
+    def _probe(self, cut: dict[Link, list[bytes]], now_s: float) -> None:
+        """Load a few blocks that were just cut, from time to time, to notice a link that got faster."""
+        for controller in self._controllers:
             link = controller.link
-            if link is None or not controller.may_send(True, now_s) or self._pending.wanting():
+            if link is None or link not in cut:
                 continue
-            keys = list(dict.fromkeys(keys))
+            keys = cut[link]
             absent = [key for key, state in zip(keys, self._pool.states(keys), strict=True) if state == ABSENT]
-            num_blocks = min(link.take_probe(now_s), controller.room(True)) if absent else 0
-            reserved, block_ids = self._reserve(absent[:num_blocks])
-            if reserved:
-                self._load(controller, reserved, block_ids, (), now_s)
+            del absent[min(link.probe_blocks(now_s), controller.room(True)) :]
+            if absent and controller.may_send(True, now_s) and not self._pending.wanting():
+                num_held = controller.lookup(absent, now_s)
+                if num_held is None:
+                    # The tier is asked again after the next step.
+                    continue
+                link.probed(now_s)
+                reserved, block_ids = self._reserve(absent[:num_held])
+                if reserved:
+                    self._load(controller, reserved, block_ids, (), now_s)
+            # A later probe takes blocks of a later cut.
+            del cut[link]
 
     def _reserve(self, keys: list[bytes]) -> tuple[list[bytes], list[int]]:
         """Reserve host blocks for the leading keys that fit; return these keys and their blocks."""

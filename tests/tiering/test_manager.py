@@ -227,7 +227,7 @@ def test_lost_promotion_is_miss_after_deadline():
     stats = bench.manager.tier_stats()[0]
     assert (stats.overdue_jobs, stats.stuck_blocks, stats.reads, stats.writes) == (1, 1, "open", "closed")
     # Nothing keeps the engine awake for a job that hangs, and no load waits behind it.
-    assert bench.manager.controllers[0].link.is_idle
+    assert bench.manager.controllers[0].link.load_s(0, bench.clock.now_s) == 0
     assert not bench.manager.has_pending_work()
     bench.manager.on_request_finished(context)
     waits = bench.manager.parts()[-2].stats.wait_seconds

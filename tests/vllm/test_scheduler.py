@@ -124,11 +124,11 @@ def test_learned_rate_avoids_slow_tier(make_engine):
         engine.drain()
         manager.settle()
     # 256 tokens a step of 0.1 s.
-    assert manager.arbiter.prefill.compute_s(0, 2560) == pytest.approx(1.0, rel=0.05)
+    assert manager.arbiter.compute_s(0, 2560) == pytest.approx(1.0, rel=0.05)
     for number, prompt in enumerate(prompts[:4]):
         engine.add(f"again {number}", prompt, max_tokens=4)
         engine.drain()
     stats = manager.stats()
     # The first was loaded to learn, and given up when computing would have been done.
     assert (stats.arbiter_loads, stats.arbiter_cuts, stats.arbiter_give_ups) == (1, 3, 1)
-    assert "computes: loading" in str(manager.arbiter.decisions[-1])
+    assert "computes: loading" in manager.arbiter.decisions[-1]

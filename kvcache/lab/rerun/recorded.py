@@ -191,8 +191,8 @@ class Runner:
         """The result of the last call, if it was a `prepare_store`."""
         self.groups: dict[bytes, bytes] = {}
         self._positioned: list[bytes] = []
-        if isinstance(self.manager, TieredOffloadingManager) and self.manager.arbitration is not None:
-            self.manager.arbitration.group_of = self.groups.get
+        if isinstance(self.manager, TieredOffloadingManager) and self.manager.arbiter is not None:
+            self.manager.arbiter.group_of = self.groups.get
 
     def note(self, record: Call) -> None:
         """Apply a record that prepares later calls, such as a request's hints."""

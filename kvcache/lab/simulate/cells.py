@@ -220,7 +220,7 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
             "loads": stats.arbiter_loads,
             "cuts": stats.arbiter_cuts,
             "cut_blocks": stats.arbiter_cut_blocks,
-            "decisions": [str(decision) for decision in list(simulated.arbiter.decisions)[-_SHOWN_DECISIONS:]],
+            "decisions": list(simulated.arbiter.decisions)[-_SHOWN_DECISIONS:],
         }
     return Cell(job.policy, job.num_blocks, **counted, serving=weighed, arbiter=arbiter)
 

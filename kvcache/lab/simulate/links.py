@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvcache.tiering.rates import LinkRate
+from kvcache.tiering.arbiter import Link
 
 
 class Queue:
@@ -23,7 +23,7 @@ class Queue:
         self._free_s = now_s + self.wait_s(num_blocks, now_s)
 
 
-class QueuedLink(LinkRate):
+class QueuedLink(Link):
     """The link of a simulated tier, at a given rate; its blocks then wait for the link of host memory.
 
     The simulated tier ends every job at once, so the queue is kept here and not learned from jobs.
@@ -31,7 +31,7 @@ class QueuedLink(LinkRate):
 
     def __init__(self, block_s: float, host: Queue) -> None:
         super().__init__()
-        self.fit.set(block_s, 0.0)
+        self.fit.add(1, 0, block_s)
         self._queue = Queue(block_s)
         self._host = host
 
@@ -44,12 +44,14 @@ class QueuedLink(LinkRate):
         """Queue a job."""
         self._queue.move(num_blocks, now_s)
 
-    def looked(self, now_s: float) -> None:
-        """Do nothing: the queue determines when jobs end."""
-
     def ended(self, num_blocks: int, num_done: int, start_s: float, end_s: float, now_s: float) -> None:
         """Do nothing: the rate is given."""
 
-    def is_probe_due(self, now_s: float) -> bool:
+    @property
+    def is_blind(self) -> bool:
         """Return False: the rate is given."""
         return False
+
+    def probe_blocks(self, now_s: float) -> int:
+        """Return 0: the rate is given."""
+        return 0
