@@ -12,6 +12,7 @@ from setuptools.command.build_py import build_py
 
 DEBUG = os.environ.get("KVCACHE_DEBUG") == "1"
 SANITIZERS = os.environ.get("KVCACHE_SANITIZE", "")  # for the compiler: "address,undefined", or "thread"
+COVERAGE = os.environ.get("KVCACHE_COVERAGE") == "1"  # counts lines of Cython that run, for gcov
 
 DIRECTIVES = {
     "language_level": 3,
@@ -26,7 +27,7 @@ DIRECTIVES = {
 }
 
 # Each kind of build keeps its objects apart: none may be taken for another's up-to-date output. Sanitizers share the C.
-KIND = "-".join(["debug"] * DEBUG + SANITIZERS.split(",")).strip("-")
+KIND = "-".join(["debug"] * DEBUG + ["coverage"] * COVERAGE + SANITIZERS.split(",")).strip("-")
 BUILD = Path("build", KIND)
 OPTIMIZE = os.environ.get("KVCACHE_OPTIMIZE", "3")  # 0 and 1 compile in a quarter and half of the time
 JOBS = int(os.environ.get("KVCACHE_BUILD_JOBS", "0"))
@@ -37,6 +38,8 @@ SOURCES = sorted(str(path) for path in Path("kvcache").rglob("*.pyx"))
 def compiler_arguments() -> list[str]:
     if SANITIZERS:
         return ["-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={SANITIZERS}"]
+    if COVERAGE:
+        return ["-O0", "--coverage"]
     return ["-O1", "-g"] if DEBUG else [f"-O{OPTIMIZE}"]
 
 
@@ -47,7 +50,7 @@ def extension(source: str) -> Extension:
         include_dirs=[str(Path("kvcache", "core"))],
         define_macros=[("KVCACHE_DEBUG", "1")] if DEBUG else [],
         extra_compile_args=compiler_arguments(),
-        extra_link_args=[f"-fsanitize={SANITIZERS}"] if SANITIZERS else [],
+        extra_link_args=[f"-fsanitize={SANITIZERS}"] * bool(SANITIZERS) + ["--coverage"] * COVERAGE,
     )
 
 
@@ -102,7 +105,8 @@ setup(
     ext_modules=cythonize(
         [extension(source) for source in SOURCES],
         compiler_directives=DIRECTIVES,
-        build_dir=str(Path("build", "debug" * DEBUG, "cython")),
+        build_dir=str(Path("build", "debug" * DEBUG, "coverage" * COVERAGE, "cython")),
+        emit_linenums=COVERAGE,
         nthreads=JOBS,
     ),
     options={

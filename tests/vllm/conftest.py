@@ -30,9 +30,10 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-# The engine imports a spec of the tests by its name; `consumers` has what routers accept, `stores` has servers.
+# The engine imports a spec of the tests by its name; `consumers` has what routers accept, `stores` has servers,
+# `test_limits` the numbers.
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / name) for name in ("vllm", "exporters", "tiers")]
+sys.path[:0] = [str(TESTS / name) for name in ("vllm", "exporters", "project", "tiers")]
 
 VOCABULARY = 512
 
