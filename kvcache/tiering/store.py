@@ -185,14 +185,11 @@ class KeyedStore:
     def clear(self, version: str | int | None = None) -> bool:
         """Forget every block; return whether that is done and the tier serves again, within ``deadline_s``.
 
-        `version` names the weights of later blocks. Without one, processes that share a store and clear it at the same
-        time share its next blocks, so they must have the same weights.
+        `version` names the weights of later blocks. Without one, no other process and no later start finds them.
         """
         with self._lock:
             if not self._is_closed:
                 self._num_clears += 1
-                if version is None:
-                    version = getattr(self._controller.tier, "epoch", None) or None
                 self._controller.reset(self.clock(), version)
         return bool(self._answer(lambda _: not self._controller.stats().tier.unavailable_reason or None))
 

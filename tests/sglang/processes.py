@@ -58,9 +58,7 @@ def work_as_rank(open_engine, pipe, extra, rank):
 
 
 def write_latent(open_engine, pipe, extra):
-    """Store a prompt of a latent model as the first of two ranks, and once more after `clear`."""
+    """Store a prompt of a latent model as the first of two ranks."""
     engine = open_engine({"kv": mla()}, extra, num_ranks=2)
     pipe.send(engine.store(prompt(1)))
-    pipe.recv()
-    pipe.send((engine.storage.clear(), engine.store(prompt(1))))
     pipe.recv()

@@ -4,12 +4,15 @@ import random
 import shutil
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
 
 import processes
 import pytest
+import torch
 from host_pools import mamba, mha, mla
+from local_stores import LocalValkey
 from processes import TOKENS, load_right, prompt, running
 from servers import find_valkey, free_port, running_valkey
 from test_disk_failures import FAULTS, FailingCalls
@@ -60,12 +63,41 @@ def test_latent_ranks_load_what_first_stores(engine):
             assert load_right(reader, 1) == TOKENS
             reader.store(prompt(2))
             assert load_right(reader, 2) == 0
-            # SGLang asks each rank to clear; they share the pages that are stored afterwards.
-            assert reader.storage.clear()
-            assert load_right(reader, 1) == 0
-            pipe.send("clear")
-            assert pipe.recv() == (True, TOKENS)
-            wait_until(lambda: load_right(reader, 1) == TOKENS)  # it remembers for a while that it was absent
+
+
+def clear(*ranks):
+    """Clear ranks at the same time, as SGLang asks them to."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        assert all(pool.map(lambda rank: rank.storage.clear(), ranks))
+
+
+def test_latent_ranks_share_after_common_clear(engine, monkeypatch):
+    pytest.importorskip("valkey")
+    server = LocalValkey()
+    extra = {"kind": "valkey", "url": server.url, "path": None, "capacity": None, "deadline_s": 1}
+
+    def launch():
+        store = torch.distributed.HashStore()
+        monkeypatch.setattr(storage, "_launch_store", lambda: store)
+        return [engine({"kv": mla()}, extra=extra, rank=rank, num_ranks=2) for rank in range(2)]
+
+    # Keys of their own: a reader remembers for a while that a page was absent.
+    first, reader = launch()
+    clear(first, reader)
+    assert [(first.store(prompt(n)), load_right(reader, n)) for n in (1, 2)] == [(TOKENS, TOKENS)] * 2
+    # One that has missed a clear shares nothing more, also if it clears as often later.
+    clear(first)
+    assert (first.store(prompt(3)), load_right(first, 3)) == (TOKENS, TOKENS)
+    clear(reader)
+    assert [load_right(reader, n) for n in (1, 3)] == [0, 0]
+    clear(first, reader)
+    assert (first.store(prompt(4)), load_right(reader, 4)) == (TOKENS, TOKENS)
+    # Another launch with the same store, as often cleared, has other weights.
+    others = launch()
+    for _ in range(3):
+        clear(*others)
+        assert [load_right(other, n) for other in others for n in range(1, 5)] == [0] * 8
+    server.kill()
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from kvcache.integrations.sglang import storage
 from kvcache.integrations.sglang.pages import HostPages
 from kvcache.integrations.sglang.settings import POOL_NAMES
+from kvcache.tiers.disk.maintenance import inspect_tier
 from kvcache.tiers.disk.tier import DiskTier
 
 TOKENS = list(range(1, 1 + 6 * PAGE))
@@ -62,6 +63,20 @@ def test_pages_belong_to_weight_version(engine, monkeypatch):
         later = engine(extra={"weights_version": option})
         assert (later.load(TOKENS)[0], version) == (num_tokens, version)
         later.close()
+
+
+def test_pages_belong_to_model_options(engine, monkeypatch, tmp_path):
+    options = SimpleNamespace(**storage._IMPLIED)
+    monkeypatch.setattr(storage, "get_model", lambda: options)
+    first = engine()
+    # An earlier release of kvcache knew none of them: the fingerprint is the same without.
+    assert not storage._IMPLIED.keys() & inspect_tier(tmp_path / "tier" / "kv").fingerprint.keys()
+    first.close()
+    for name in ("json_model_override_args", "quantization", "revision"):
+        with monkeypatch.context() as patch:
+            patch.setattr(options, name, "other")
+            with pytest.raises(ValueError, match=name):
+                engine()
 
 
 @pytest.mark.parametrize("is_noticed", [False, True], ids=["unnoticed", "noticed"])

@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("xxhash")
 
+from local_stores import LocalValkey
+
 from kvcache.assembly.assemble import open_store, parse_tier
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
@@ -397,15 +399,33 @@ def test_paused_reads_ask_tier_nothing(monkeypatch):
 
 def test_failed_reset_is_tried_again(monkeypatch):
     store, versions = SteppedStore(), []
-    # That of a store which processes share: they go on together.
-    store.tier.epoch = "e1"
     put(store, range(3))
     with monkeypatch.context() as patch:
         patch.setattr(store.tier, "reset", lambda *version: versions.append(version) or patch.undo() or 1 / 0)
         assert store.clear()
-    assert versions == [("e1",)]
+    assert versions == [(None,)]
     assert store.now_s > 0.5
     assert store.exists([key_of(0)]) == [False]
+
+
+def test_clears_without_name_share_nothing():
+    """A start, and a server beside it, may have other weights than those of an equally many-th clear."""
+    pytest.importorskip("valkey")
+    server = LocalValkey()
+    entry = parse_tier({"type": "valkey", "url": server.url, "deadline_s": 5})
+    numbers, held = range(8), []
+    for _ in range(3):
+        stores = [open_store(entry, BLOCK_BYTES, {"model": "m"}) for _ in range(2)]
+        for _ in range(2):
+            assert [store.clear() for store in stores] == [True, True]
+            held += [any(get(store, numbers)) for store in stores]
+            assert all(put(stores[0], numbers))
+            assert all(get(stores[0], numbers))
+            held += [any(get(stores[1], numbers))]
+        for store in stores:
+            store.close()
+    server.kill()
+    assert not any(held)
 
 
 @pytest.mark.parametrize("is_load", [False, True])

@@ -8,16 +8,18 @@ No call raises into SGLang's threads: a page that cannot be stored or loaded is 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from hashlib import blake2b
 from threading import Lock
 from typing import Any, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
-from sglang.srt.runtime_context import get_parallel, get_serving
+from sglang.srt.runtime_context import get_model, get_parallel, get_serving
 
 from kvcache.assembly.assemble import OffloadSettings, open_exporters, open_store
 from kvcache.assembly.log import set_up_log
@@ -33,6 +35,11 @@ _LOG = logging.getLogger(__name__)
 Lengths = set[int]
 T = TypeVar("T")
 _KV, _MAMBA = "kv", "mamba"
+# Options that a fingerprint has only if they have another value. Names of pages of other servers stay as they are.
+_IMPLIED = {
+    "revision": None, "json_model_override_args": "{}", "quantization": None, "quantization_param_path": None,
+    "modelopt_quant": None, "model_impl": "auto", "rl_quant_profile": None, "qsa_indexer_dtype": "auto",
+}  # fmt: skip
 
 
 class KVCacheStorage(HiCacheStorage):
@@ -59,6 +66,7 @@ class KVCacheStorage(HiCacheStorage):
         # The name when host memory was last emptied: that of the weights of all pages in it.
         self._host_version = self._weight_version
         self._renaming = Lock()
+        self._num_clears = 0
         # Since the last `get_stats`, by direction: pages and GB/s of each call.
         self._moves: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
 
@@ -143,6 +151,7 @@ class KVCacheStorage(HiCacheStorage):
         if not self._has_rank_in_path:
             num_ranks *= self._num_replicas
         fingerprint = {"engine": "sglang", "model": config.model_name, "pool": name, "ranks": ranks, **host.geometry()}
+        fingerprint |= _unusual()
         settings = part_of(self._settings, folder, share, num_ranks)
         version = self._options.weights_version
         fingerprint = named(fingerprint, self._weight_version if version is None else version)
@@ -314,8 +323,18 @@ class KVCacheStorage(HiCacheStorage):
     # Operation.
 
     def clear(self) -> bool:
-        """Forget this model's pages, and no others; return whether that is done."""
-        return False not in [self._guarded(name, lambda store: store.clear(), False) for name in list(self._stores)]
+        """Forget this model's pages, and no others; return whether that is done.
+
+        Ranks that share pages share later ones, too, if SGLang clears all of them at the same time. No other server and
+        no later start finds these.
+        """
+        config = self._config
+        self._num_clears += 1
+        name = None
+        if config.is_mla_model and config.tp_size > 1:
+            place = f"{self._dp_rank}-{config.pp_rank}-{config.attn_cp_rank}-{self._num_clears}"
+            name = _agree(f"kvcache-clear-{place}", config.tp_rank, config.tp_size, self._settings.config.deadline_s)
+        return False not in [self._guarded(pool, lambda store: store.clear(name), False) for pool in list(self._stores)]
 
     def get_stats(self) -> Any:
         """Return SGLang's own metrics since the last call; ours are in the exporters."""
@@ -352,6 +371,33 @@ def _replica_of(config: Any) -> tuple[int, int]:
         return config.dp_rank, 1
 
 
+def _launch_store() -> Any:
+    """Return the store that only the processes of this launch have."""
+    return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+def _agree(topic: str, rank: int, num_ranks: int, wait_s: float) -> str | None:
+    """Return a random name that all ranks of this launch get if all of them ask within `wait_s`; else None.
+
+    The first rank draws the name only after all others have asked. So a rank that has missed a clear never gets the
+    name of another one, whose pages are of older weights.
+    """
+    asked = [f"{topic}-{other}" for other in range(1, num_ranks)]
+    try:
+        store, wait = _launch_store(), timedelta(seconds=wait_s)
+        if rank == 0:
+            store.wait(asked, wait)
+            store.set(topic, f"clear-{secrets.token_hex(8)}")
+        else:
+            store.set(asked[rank - 1], "")
+            store.wait([topic], wait)
+        name: str = store.get(topic).decode()
+    except Exception as error:  # of any store of torch: the pages stay private
+        _LOG.warning("SGLang's storage: ranks share no page after this clear: %s: %s", type(error).__name__, error)
+        return None
+    return name
+
+
 def _name_of(pool_name: Any) -> str:
     return str(getattr(pool_name, "value", pool_name))
 
@@ -363,6 +409,16 @@ def _key(key: str) -> bytes:
     except ValueError:
         name = b""
     return name if len(name) == 32 and name.hex() == key else blake2b(key.encode()).digest()
+
+
+def _unusual() -> dict[str, str]:
+    """Return the options of SGLang that change the values of pages, and are set."""
+    try:
+        options = get_model()
+    except Exception:  # outside of a server
+        return {}
+    values = {name: getattr(options, name, implied) for name, implied in _IMPLIED.items()}
+    return {name: str(value) for name, value in values.items() if value not in (None, _IMPLIED[name])}
 
 
 def _weight_version() -> str | None:
