@@ -1,7 +1,7 @@
 """The Grafana dashboard and the alert rules, which are files beside this one, and the names that they may use.
 
-`dashboard.json` lists the panels in their order, each with what sets it apart; `dashboard` adds what all have. Edit it
-and `rules.yaml` by hand: a test looks up every name that they query.
+Edit `dashboard.json` and `rules.yaml` by hand; only the prefix of names is filled in. A test looks up every name that
+they query.
 """
 
 from __future__ import annotations
@@ -16,23 +16,8 @@ from kvcache.exporters.status import StatusStats
 from kvcache.metrics import EngineStats, OwnerStats, Part, Sample, samples_of
 
 PREFIX = "kvcache_"
-_CHOSEN = ("job", "instance", "engine")
-"""Labels that a user of the dashboard chooses values of."""
-_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-_SIZES = {"row": (24, 1), "stat": (4, 4)}
-_LINES = {
-    "legend": {"displayMode": "table", "placement": "bottom", "showLegend": True, "calcs": ["lastNotNull", "max"]},
-    "tooltip": {"mode": "multi", "sort": "desc"},
-}
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "stat": {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}, "graphMode": "area"},
-    "state-timeline": {
-        "showValue": "never",
-        "mergeValues": True,
-        "rowHeight": 0.9,
-        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
-    },
-}
+_LAST_ROWS = "Engines of a node's pool"
+"""The row with which the panels begin that vLLM has no series for."""
 _ENDS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
 
@@ -49,112 +34,14 @@ def series_names(prefix: str = PREFIX) -> set[str]:
 
 def dashboard(prefix: str = PREFIX) -> dict[str, Any]:
     """Return Grafana's JSON model of the dashboard, for import, with `prefix` as of `series_names`."""
-    panels = _placed(json.loads(_read("dashboard.json", prefix)))
-    name = "kvcache"
+    model: dict[str, Any] = json.loads(_read("dashboard.json", prefix))
     if prefix != PREFIX:
-        panels = _with_data(panels, series_names(prefix))
-        name = f"kvcache ({prefix.partition(':')[0]})"
-    variables = [_variable(label, prefix) for label in _CHOSEN]
-    return {
-        "title": name,
-        "uid": "kvcache" if prefix == PREFIX else re.sub(r"\W+", "-", prefix).strip("-_"),
-        "schemaVersion": 39,
-        "tags": ["kvcache"],
-        "time": {"from": "now-3h", "to": "now"},
-        "refresh": "30s",
-        "graphTooltip": 1,
-        "templating": {
-            "list": [
-                {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
-                *variables,
-            ]
-        },
-        "panels": panels,
-    }
-
-
-def _variable(label: str, prefix: str) -> dict[str, Any]:
-    """Return the variable that chooses values of a label, all by default."""
-    return {
-        "name": label,
-        "label": label.capitalize(),
-        "type": "query",
-        "datasource": _SOURCE,
-        "query": {"query": f"label_values({prefix}capacity_blocks, {label})", "refId": label},
-        "refresh": 2,
-        "sort": 1,
-        "multi": True,
-        "includeAll": True,
-        "allValue": ".*",
-        "current": {"text": ["All"], "value": ["$__all"]},
-    }
-
-
-def _placed(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return Grafana's panels: from left to right in 24 columns, each row of panels below a title."""
-    panels: list[dict[str, Any]] = []
-    x = y = height = 0
-    for number, entry in enumerate(entries, 1):
-        width, new_height = _SIZES.get(entry["type"], (8, 8))
-        if x + width > 24:
-            x, y = 0, y + height
-        height = new_height
-        place = {"x": x, "y": y, "w": width, "h": height}
-        panels.append({**_panel(entry), "id": number, "gridPos": place})
-        x += width
-    return panels
-
-
-def _panel(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a panel without its place."""
-    fields = dict(entry)
-    kind, title = fields.pop("type"), fields.pop("title")
-    if kind == "row":
-        return {"type": kind, "title": title, "panels": []}
-    description, queries, red = fields.pop("description"), fields.pop("targets"), fields.pop("red", None)
-    if kind != "timeseries" and "unit" not in fields:
-        fields |= {"unit": "none", "decimals": 0}
-    if kind in ("stat", "state-timeline"):
-        steps = [{"color": "text", "value": None}]
-        if red is not None:
-            steps = [{"color": "green", "value": None}, {"color": "red", "value": red}]
-        fields |= {"thresholds": {"mode": "absolute", "steps": steps}, "color": {"mode": "thresholds"}}
-    if kind == "bars":
-        fields["custom"] = {"drawStyle": "bars", "fillOpacity": 60, "stacking": {"mode": "normal"}}
-    if kind == "state-timeline":
-        states = {"0": {"text": "works", "color": "green"}, "1": {"text": "unavailable", "color": "red"}}
-        fields["mappings"] = [{"type": "value", "options": states}]
-    options = dict(_OPTIONS.get(kind, _LINES))
-    if kind == "stat" and red is not None:
-        options["colorMode"] = "background"
-    # Every query is limited to the engines that the user has chosen.
-    chosen = ", ".join(f'{label}=~"${label}"' for label in _CHOSEN)
-    return {
-        "type": "timeseries" if kind == "bars" else kind,
-        "title": title,
-        "description": description,
-        "datasource": _SOURCE,
-        "fieldConfig": {"defaults": {"min": 0, **fields}, "overrides": []},
-        "options": options,
-        "targets": [
-            {"refId": chr(ord("A") + i), "expr": query.replace("$chosen", chosen), "legendFormat": legend}
-            for i, (legend, query) in enumerate(queries.items())
-        ],
-    }
-
-
-def _with_data(panels: list[dict[str, Any]], names: set[str]) -> list[dict[str, Any]]:
-    """Return the panels that query a known series or an alert, without rows that are left empty."""
-
-    def has_data(panel: dict[str, Any]) -> bool:
-        query = " ".join(target["expr"] for target in panel.get("targets", ()))
-        return panel["type"] == "row" or "ALERTS" in query or not names.isdisjoint(re.findall(r"[\w:]+", query))
-
-    shown = [*filter(has_data, panels)]
-    following = [*shown[1:], {"type": "row"}]
-    return [
-        panel for panel, after in zip(shown, following, strict=True) if panel["type"] != "row" or after["type"] != "row"
-    ]
+        titles = [panel["title"] for panel in model["panels"]]
+        model["panels"] = model["panels"][: titles.index(_LAST_ROWS)]
+        # Grafana replaces a dashboard of the same uid.
+        model["title"] = f"kvcache ({prefix.partition(':')[0]})"
+        model["uid"] = re.sub(r"\W+", "-", prefix).strip("-_")
+    return model
 
 
 def rules(prefix: str = PREFIX, docs_url: str | None = None) -> str:
