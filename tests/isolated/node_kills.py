@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -241,9 +242,7 @@ def main(name, engine_kills, owner_kills, disk=""):
     figures = node.monitor.owner_figures()
     sums = dict(zip(COUNTS, node.counts.sum(0).tolist(), strict=False))
     os.kill(figures["pid"], signal.SIGKILL)
-    for path in node.folder.iterdir():
-        if path.name not in ("lock", "owner.lock", "log"):
-            path.unlink()
+    shutil.rmtree(node.folder)
     print(json.dumps({"engine_kills": done[0], "owner_kills": done[1], **sums, "faults": faults}))
     return int(bool(faults or sums["wrong"] or not sums["loaded"]))
 

@@ -18,9 +18,12 @@ def idle_engines(monkeypatch):
     monkeypatch.setattr("kvcache.node.client._IDLE_S", 3600.0)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def own_folder(monkeypatch):
-    """Keep pools where no owner of another test looks for dead ones: it would remove a pool that is being made."""
+    """Keep pools apart from those of other tests and of the user's engines; a test that leaves one fails.
+
+    An owner of another process looks for dead pools, and would remove a pool that is being made.
+    """
     own = make_private(Path(f"/dev/shm/kvcache-test-{os.getpid()}"))
     monkeypatch.setattr(protocol, "private_folder", lambda: own)
     yield

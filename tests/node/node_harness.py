@@ -35,7 +35,7 @@ class Node:
     def stop(self):
         """End the owner as a kill does: its files stay."""
         self.owner.stop()
-        self.thread.join(10)
+        self.thread.join()
 
     def restart(self):
         """End the owner, start another one, and bring every engine to it."""
@@ -74,7 +74,8 @@ class Node:
         for manager in self.managers:
             manager.shutdown()
         self.stop()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
 
 
 def key_of(document, place, group=0):

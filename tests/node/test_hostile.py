@@ -5,8 +5,10 @@ import os
 import shutil
 import socket
 import struct
+import tempfile
 import uuid
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,7 +73,7 @@ def cut(data, length):
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("name", ["ledger", "owner.lock", "pool", "lock"])
-def test_broken_file_stops_no_other_owner(own_folder, node, kind, name, tmp_path):
+def test_broken_file_stops_no_other_owner(node, kind, name, tmp_path):
     folder = node_folder(f"test-{uuid.uuid4().hex[:12]}")
     try:
         (folder / "owner.lock").touch()
@@ -89,19 +91,18 @@ def test_broken_file_stops_no_other_owner(own_folder, node, kind, name, tmp_path
 @settings(deadline=None)
 @given(st.data())
 def test_any_ledger_is_read(data):
-    """Flipped bytes and cuts of a ledger: it is read as whole, or with a fault, and an owner of it starts."""
-    folder = node_folder(f"test-{uuid.uuid4().hex[:12]}")
-    path = folder / "ledger"
-    content = bytearray(make_ledger(path))
-    first_slot = ledger_module._FIRST_SLOT
-    ranges = (0, 200), (60_000, 70_000), (first_slot, len(content) - 1)
-    places = st.one_of(*(st.integers(*bounds) for bounds in ranges))
-    for place in data.draw(st.lists(places, max_size=8)):
-        content[place] = data.draw(st.integers(0, 255))
-    path.write_bytes(content[: data.draw(st.sampled_from([len(content), len(content) - 1, first_slot, 40]))])
-    found = read_ledger(path)
-    assert found.fault or found.identity["num_blocks"] == 16
-    shutil.rmtree(folder)
+    """Flipped bytes and cuts of a ledger: it is read as whole, or with a fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "ledger")
+        content = bytearray(make_ledger(path))
+        first_slot = ledger_module._FIRST_SLOT
+        ranges = (0, 200), (60_000, 70_000), (first_slot, len(content) - 1)
+        places = st.one_of(*(st.integers(*bounds) for bounds in ranges))
+        for place in data.draw(st.lists(places, max_size=8)):
+            content[place] = data.draw(st.integers(0, 255))
+        path.write_bytes(content[: data.draw(st.sampled_from([len(content), len(content) - 1, first_slot, 40]))])
+        found = read_ledger(path)
+        assert found.fault or found.identity["num_blocks"] == 16
 
 
 @settings(deadline=None)

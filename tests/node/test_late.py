@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 from node_harness import gated, key_of, prompt, turn, wait_for
+from waiting import kill_and_wait
 
 from kvcache import ReqContext
 from kvcache.node import protocol
@@ -301,6 +301,6 @@ def test_loaded_owner_keeps_hits(num_groups, is_privileged):
     stats = engine.parts()[1].stats
     print(json.dumps({"quiet": quiet, "loaded": loaded, "outages": stats.outages, "questions": stats.round_trips}))
     engine.shutdown()
-    os.kill(pid, signal.SIGKILL)
+    kill_and_wait(pid)
     shutil.rmtree(folder)
     assert loaded >= 0.9 * quiet > 0.8

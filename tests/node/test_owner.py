@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from node_harness import BLOCK_BYTES, key_of, prompt, turn, wait_for
+from waiting import kill_and_wait
 
 from kvcache import ReqContext
 from kvcache.block import READY
@@ -33,7 +34,7 @@ from kvcache.node.client import NodeManager, greeting, register_worker
 from kvcache.node.ledger import MAX_ENGINES, OWNER, Ledger
 from kvcache.node.owner import Owner
 from kvcache.node.protocol import node_folder, pack, unpack_keys
-from kvcache.transfer.shared_file import SharedBlocks
+from kvcache.transfer.shared_file import SharedBlocks, private_folder
 
 KILLS = Path(__file__).parents[1] / "isolated" / "node_kills.py"
 
@@ -137,7 +138,7 @@ def test_retired_owner_leaves_used_files_only(node, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["dead", "service", "engine", "mapped"])
-def test_owner_start_removes_dead_pools(own_folder, node, kind):
+def test_owner_start_removes_dead_pools(node, kind):
     """A killed owner's pool is removed if no service, engine or copy of any container needs it."""
     dead = node(8)
     if kind == "engine":
@@ -376,7 +377,7 @@ def test_owner_outage_delays_engine_once(folder):
     engine.complete_load(*held)
     figures = wait_for(lambda: engine.on_schedule_end() or engine.owner_figures())
     engine.shutdown()
-    os.kill(figures["pid"], signal.SIGTERM)
+    kill_and_wait(figures["pid"], signal.SIGTERM)
 
 
 @pytest.mark.slow
@@ -415,8 +416,10 @@ def test_kills_amid_copies_lose_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_service_keeps_blocks_without_engines(folder, tmp_path):
+def test_service_keeps_blocks_without_engines(tmp_path):
     pytest.importorskip("typer")
+    # Where another process finds it.
+    folder = private_folder() / f"node-test-{os.getpid()}"
     extra_config = {"node_pool": folder.name.removeprefix("node-"), "cpu_bytes_to_use": "1GiB", "cache_policy": "arc"}
     config = tmp_path / "kvcache.json"
     # The file that `kvcache check` reads: a configuration of vLLM itself.
@@ -435,6 +438,7 @@ def test_service_keeps_blocks_without_engines(folder, tmp_path):
         service.terminate()
         assert service.wait(100) == 0
         (folder / "socket").unlink()
+    shutil.rmtree(folder)
     assert hits == 20
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine_options import BLOCK_BYTES
 from engine_tiering import engine_spec_config
 from test_processes import two_rounds
-from waiting import wait_until
+from waiting import kill_and_wait, wait_until
 
 from kvcache.integrations.vllm import KVCacheOffloadingSpec, node
 from kvcache.integrations.vllm.node import joined_region
@@ -26,7 +26,7 @@ def pool(tmp_path):
 
 
 def end_owner(engine):
-    os.kill(engine.manager._manager.owner_figures()["pid"], signal.SIGTERM)
+    kill_and_wait(engine.manager._manager.owner_figures()["pid"], signal.SIGTERM)
 
 
 def test_random_hash_seed_is_refused(monkeypatch):

@@ -12,7 +12,7 @@ import signal
 import cpu_worker_specs  # noqa: F401  (a loaded machine's owner may answer late)
 import pytest
 from scheduling import BLOCK_TOKENS, MAMBA, SLIDING, STATES, SimulatedSpec, storm, tokens
-from waiting import wait_until
+from waiting import kill_and_wait, wait_until
 
 from kvcache.node.protocol import node_folder
 
@@ -47,7 +47,7 @@ def make(make_engine, tmp_path):
 
     yield build
     for engine in engines[:1]:
-        os.kill(figures(engine)["pid"], signal.SIGTERM)
+        kill_and_wait(figures(engine)["pid"], signal.SIGTERM)
     shutil.rmtree(node_folder(name))
 
 

@@ -7,6 +7,7 @@ import signal
 import pytest
 from engine_process import running, scale
 from engine_tiering import tier_config
+from waiting import kill_and_wait
 
 from kvcache.exporters.status import ask, default_folder, name_next_version
 from kvcache.node.protocol import node_folder
@@ -113,4 +114,4 @@ def test_engines_of_node_keep_their_weights(models, prompts, right, pool_name, s
             engine.call("drop_device_cache", True)
         assert first.call("ask", prompts) == (after, [0, 0])
         assert second.call("ask", prompts) == (after, [640, 640])
-        os.kill(first.call("owner_figures")["pid"], signal.SIGTERM)
+        kill_and_wait(first.call("owner_figures")["pid"], signal.SIGTERM)
