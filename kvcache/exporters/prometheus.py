@@ -131,8 +131,8 @@ class PrometheusExporter(Exporter):
 
     @property
     def address(self) -> str:
-        host, port = self._server.server_address[:2]
-        return f"http://{host!s}:{port}/metrics"
+        host, port = self._server.address[:2]
+        return f"http://{host}:{port}/metrics"
 
     def close(self) -> None:
         self._server.stop()
@@ -150,4 +150,5 @@ def start_server(telemetry: Telemetry, port: int = DEFAULT_PORT, host: str = "12
 
 def _listen(host: str, port: int, registry: CollectorRegistry) -> LocalServer:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return LocalServer(family, address, MetricsHandler.factory(registry))
+    handler: Any = MetricsHandler.factory(registry)
+    return LocalServer(family, address, lambda client, peer: handler(client, peer, None))

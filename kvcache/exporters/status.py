@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from socketserver import StreamRequestHandler
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.control.telemetry import Command, Exporter
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 64 << 10
 MAX_ANSWER_BYTES = 64 << 20
+_MAX_CLIENTS = 8
 _MAX_PATH_BYTES = 107  # sun_path, without its closing zero
 _PEER = struct.Struct("3i")
 
@@ -184,7 +184,8 @@ class StatusServer(Exporter):
         self.telemetry = telemetry
         self._commands: dict[str, Command] = {}
         self._lock = threading.Lock()
-        self._server = _listen(self.path, self._run)
+        self._counts = Counter[str]()
+        self._server = _listen(self.path, self._answer)
         self._file = self.path.lstat().st_ino
         self._server.start("status")
         telemetry.sources.append(self._parts)
@@ -206,7 +207,7 @@ class StatusServer(Exporter):
 
     def stats(self) -> StatusStats:
         """Return counters since start."""
-        return StatusStats(**self._server.counts, slow_clients=self._server.num_dropped)
+        return StatusStats(**self._counts, slow_clients=self._server.num_dropped)
 
     def close(self) -> None:
         if self._parts not in self.telemetry.sources:
@@ -226,6 +227,33 @@ class StatusServer(Exporter):
 
     def _parts(self) -> Iterable[Part]:
         return [Part("status", self.stats())]
+
+    def _answer(self, client: socket.socket, address: object) -> None:
+        """Answer a line of JSON with a line of JSON."""
+        if _peer_uid(client) not in (os.geteuid(), 0):
+            self._count("refused_peers")
+            client.sendall(_refusal("the socket is another user's"))
+            return
+        with client.makefile("rb") as lines:
+            line = lines.readline(MAX_REQUEST_BYTES + 1)
+        if not line:
+            return  # the client only checked that the path is served, as `live_sockets` does
+        try:
+            if len(line) > MAX_REQUEST_BYTES:
+                raise ValueError(f"a request must have at most {MAX_REQUEST_BYTES} bytes")
+            answer = json.dumps({"ok": True, "result": self._run(line)}, allow_nan=False).encode() + b"\n"
+            self._count("requests")
+        except (ValueError, OSError, RecursionError) as error:
+            self._count("refused_requests")
+            answer = _refusal(str(error) or type(error).__name__)
+        except Exception as error:
+            _LOG.exception("a request on the status socket failed")
+            answer = _refusal(f"the request failed: {type(error).__name__}: {error}")
+        client.sendall(answer)
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
 
     def _run(self, line: bytes) -> Any:
         try:
@@ -249,56 +277,11 @@ class StatusServer(Exporter):
         return command
 
 
-class _Server(LocalServer):
-    """Answers a line of JSON with a line of JSON."""
-
-    max_clients = 8
-
-    def __init__(self, path: Path, run: Callable[[bytes], Any]) -> None:
-        super().__init__(socket.AF_UNIX, str(path), _Handler)
-        self.run = run
-        self.counts = Counter[str]()
-        self._counting = threading.Lock()
-
-    def count(self, name: str) -> None:
-        with self._counting:
-            self.counts[name] += 1
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        is_ours = _peer_uid(request) in (os.geteuid(), 0)
-        if not is_ours:
-            self.count("refused_peers")
-            with contextlib.suppress(OSError):
-                request.sendall(_refusal("the socket is another user's"))
-        return is_ours
-
-
-class _Handler(StreamRequestHandler):
-    server: _Server
-
-    def handle(self) -> None:
-        line = self.rfile.readline(MAX_REQUEST_BYTES + 1)
-        if not line:
-            return  # the client only checked that the path is served, as `live_sockets` does
-        try:
-            if len(line) > MAX_REQUEST_BYTES:
-                raise ValueError(f"a request must have at most {MAX_REQUEST_BYTES} bytes")
-            answer = json.dumps({"ok": True, "result": self.server.run(line)}, allow_nan=False).encode() + b"\n"
-            self.server.count("requests")
-        except (ValueError, OSError, RecursionError) as error:
-            self.server.count("refused_requests")
-            answer = _refusal(str(error) or type(error).__name__)
-        except Exception as error:
-            _LOG.exception("a request on the status socket failed")
-            answer = _refusal(f"the request failed: {type(error).__name__}: {error}")
-        self.wfile.write(answer)
-
-
 def _refusal(text: str) -> bytes:
     return json.dumps({"ok": False, "error": text}).encode() + b"\n"
 
 
-def _listen(path: Path, run: Callable[[bytes], Any]) -> _Server:
+def _listen(path: Path, answer: Callable[[socket.socket, object], None]) -> LocalServer:
     """Return a server at `path`; a socket that no process serves is replaced."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     folder = path.parent.stat()
@@ -316,7 +299,7 @@ def _listen(path: Path, run: Callable[[bytes], Any]) -> _Server:
             if _is_served(path):
                 raise OSError(f"{path} is served by another process")
             path.unlink()
-        server = _Server(path, run)
+        server = LocalServer(socket.AF_UNIX, str(path), answer, _MAX_CLIENTS)
         path.chmod(0o600)
         return server
     finally:

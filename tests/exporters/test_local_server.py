@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from socketserver import BaseRequestHandler
 
 import pytest
 from waiting import wait_until
@@ -13,7 +12,7 @@ from kvcache.exporters.local_server import LocalServer
 
 
 def connect(server: LocalServer) -> socket.socket:
-    return socket.create_connection(server.server_address[:2], timeout=60)
+    return socket.create_connection(server.address, timeout=60)
 
 
 def answer_of(client: socket.socket) -> bytes:
@@ -24,25 +23,23 @@ def answer_of(client: socket.socket) -> bytes:
         return b""
 
 
-class Echo(BaseRequestHandler):
-    def handle(self) -> None:
-        if self.request.recv(1):
-            self.request.sendall(b"!")
-            return
-        raise OSError("the client has gone")
+def echo(client: socket.socket, address: object) -> None:
+    if client.recv(1):
+        client.sendall(b"!")
+        return
+    raise OSError("the client has gone")
 
 
 def test_full_server_drops_oldest_idle_clients(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    server = LocalServer(socket.AF_INET, ("127.0.0.1", 0), Echo)
-    monkeypatch.setattr(server, "max_clients", 2)
+    server = LocalServer(socket.AF_INET, ("127.0.0.1", 0), echo, max_clients=2)
     monkeypatch.setattr(server, "wait_s", 60.0)
     server.start("test")
     clients = [connect(server) for _ in range(5)]
     assert [answer_of(client) for client in clients[:3]] == [b""] * 3
     wait_until(lambda: server.num_dropped == 3)
-    server.service_actions()
+    server.drop_old()
     assert server.num_dropped == 3
     clients.append(connect(server))
     clients[-1].sendall(b"?")
@@ -59,14 +56,12 @@ def test_computing_threads_refuse_new_clients(monkeypatch: pytest.MonkeyPatch) -
     may_end = threading.Event()
     started = threading.Semaphore(0)
 
-    class Computing(Echo):
-        def handle(self) -> None:
-            started.release()
-            may_end.wait(60)
-            super().handle()
+    def compute(client: socket.socket, address: object) -> None:
+        started.release()
+        may_end.wait(60)
+        echo(client, address)
 
-    server = LocalServer(socket.AF_INET, ("127.0.0.1", 0), Computing)
-    monkeypatch.setattr(server, "max_clients", 2)
+    server = LocalServer(socket.AF_INET, ("127.0.0.1", 0), compute, max_clients=2)
     monkeypatch.setattr(server, "wait_s", 0.0)
     server.start("test")
     clients = [connect(server) for _ in range(2)]

@@ -217,7 +217,7 @@ def test_slow_page_bounds_waiting_threads(telemetry: Telemetry, monkeypatch: pyt
     exporter = start_server(telemetry, 0)
     host, port = exporter.address.removeprefix("http://").removesuffix("/metrics").split(":")
     clients = []
-    for _ in range(2 * LocalServer.max_clients):
+    for _ in range(64):
         clients.append(socket.create_connection((host, int(port)), timeout=60))
         clients[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
     assert source.started.acquire(timeout=60)
