@@ -352,7 +352,8 @@ def larger_blocks(extra_config: Mapping[str, Any], engine_block: object) -> str:
         return ""
     return (
         f"offloaded blocks (block_size={offloaded!r}, blocks_per_chunk={chunk!r}) differ from the engine's "
-        f"({engine_block!r} tokens); a router such as Dynamo ignores events of another block size"
+        f"({engine_block!r} tokens): vLLM announces each block of the engine and loads whole offloaded blocks only, so "
+        "routers expect more hits than there are"
     )
 
 
