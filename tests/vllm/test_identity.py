@@ -11,13 +11,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
+from vllm.transformers_utils.configs.eagle import EAGLEConfig
+from vllm.transformers_utils.configs.extract_hidden_states import ExtractHiddenStatesConfig
 
 from kvcache.integrations.vllm import identity
 from kvcache.integrations.vllm.identity import check_readable, fingerprint
+from kvcache.tiers.base.checksum import Namespace
 
+BF16, F16 = torch.bfloat16, torch.float16
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 LARGER_CHUNKS = SimpleNamespace(blocks_per_chunk=2, tokens_per_hash=8)
+INTERLEAVED = "parallel_config.cp_kv_cache_interleave_size"
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
@@ -36,6 +41,7 @@ def model_config(folder, **changes):
         "disable_sliding_window": False,
         "max_model_len": 2048,
         "multimodal_config": None,
+        "use_mla": False,
         "hf_config": llama_config(),
     }
     return SimpleNamespace(**{**fields, **changes})
@@ -59,7 +65,7 @@ def write_weights(folder, seed):
     return folder
 
 
-def taken(model, of_blocks=None, weights_version=None, **of_engine):
+def taken(model, of_blocks=None, weights_version=None, caches=None, **of_engine):
     """Return the fingerprint of an engine of one group on one rank; without a model, of an unknown engine."""
     config = SimpleNamespace(
         model=SimpleNamespace(name="name", dtype="float32"),
@@ -77,7 +83,7 @@ def taken(model, of_blocks=None, weights_version=None, **of_engine):
         "lora_config": None,
         "speculative_config": None,
     }
-    found = fingerprint(config, model and SimpleNamespace(**{**fields, **of_engine}), weights_version)
+    found = fingerprint(config, model and SimpleNamespace(**{**fields, **of_engine}), weights_version, caches)
     assert json.loads(json.dumps(found)) == found
     return found
 
@@ -103,11 +109,94 @@ def differing(one, other):
         ({}, {}, {"groups": [SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("layer", "2"))]}, "groups"),
         ({}, {}, {"cache": LARGER_CHUNKS}, "blocks_per_chunk tokens_per_hash"),
         ({}, {}, {"worker_kv_bytes_per_block": 8192}, "bytes_per_block"),
+        ({"model_impl": "transformers"}, {}, {}, "model_config.model_impl"),
+        ({}, {"attention_config": SimpleNamespace(indexer_kv_dtype="mxfp4")}, {}, "attention_config.indexer_kv_dtype"),
+        ({}, {"parallel_config": SimpleNamespace(cp_kv_cache_interleave_size=16)}, {}, INTERLEAVED),
+        ({}, {"speculative_config": SimpleNamespace(kv_cache_dtype="fp8")}, {}, "speculative_config.kv_cache_dtype"),
+        ({}, {"additional_config": {"kv_nz": True}}, {}, "vllm_config.additional_config"),
     ],
 )
 def test_fingerprint_changes_with_each_setting(folder, of_model, of_engine, of_blocks, fields):
     found = taken(model_config(folder, **of_model), of_blocks, **of_engine)
     assert differing(taken(model_config(folder)), found) == {*fields.split()}
+
+
+def test_plain_fingerprint_keeps_its_name(folder):
+    """Directories and stores of the first kvcache that had tiers are found again: the name was recorded then."""
+    config = SimpleNamespace(to_diff_dict=lambda: {"model_type": "llama", "hidden_size": 64})
+    found = taken(model_config(folder, hf_config=config), caches=[cache(torch.float32)], weights_version="1")
+    assert Namespace(b"store", found, 4096, "").prefix == "kvcache:2d4fa398e7b868277c5a5ec637e13b4c"
+
+
+def cache(*dtypes, **fields):
+    """Return vLLM's description of the cache of a group: with one dtype of attention, with more of states."""
+    of_attention = {"dtype": dtypes[0], "block_size": 32, "head_size": 64}
+    return SimpleNamespace(**(of_attention if len(dtypes) == 1 else {"dtypes": dtypes}), **fields)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ([BF16, BF16], None),
+        ([F16, BF16], [["bfloat16"], ["float16", "bfloat16"]]),
+        ([BF16, F16], [["bfloat16"], ["bfloat16", "float16"]]),
+        ([BF16, torch.float32], [["bfloat16"], ["bfloat16", "float32"]]),
+    ],
+)
+def test_fingerprint_has_second_dtypes(folder, dtypes, expected):
+    of_blocks = {"model": SimpleNamespace(name="name", dtype="bfloat16")}
+    caches = [cache(BF16), cache(*dtypes)]
+    found = taken(model_config(folder), of_blocks, caches=caches)
+    assert found.get("dtypes") == expected
+    # Drafts make a state longer, but not its page, which is padded to that of attention.
+    drafting = [SimpleNamespace(num_speculative_tokens=n) for n in (1, 2)]
+    names = [taken(model_config(folder), of_blocks, caches=caches, speculative_config=each) for each in drafting]
+    assert differing(*names) == {"state_tokens"}
+
+
+def test_fingerprint_dtypes_of_quantized_caches(folder):
+    of_blocks = {"model": SimpleNamespace(name="name", dtype="fp8")}
+    assert "dtypes" not in taken(model_config(folder), of_blocks, caches=[cache(torch.uint8)])
+    # Layers that are skipped have the model's dtype.
+    found = taken(model_config(folder), of_blocks, caches=[cache(torch.uint8), cache(BF16)])
+    assert found["dtypes"] == [["uint8"], ["bfloat16"]]
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_fingerprint_has_packing_of_cpu(folder, monkeypatch, has_amx):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(identity.current_platform, "is_cpu", lambda: True)
+    of_blocks = {"model": SimpleNamespace(name="name", dtype="bfloat16")}
+    found = taken(model_config(folder, dtype=BF16), of_blocks, caches=[cache(BF16), cache(BF16, BF16)])
+    assert found.get("packing") == (["amx"] if has_amx else None)
+    assert "packing" not in taken(model_config(folder), caches=[cache(torch.float32)])
+    latent = model_config(folder, dtype=BF16, use_mla=True)
+    assert "packing" not in taken(latent, of_blocks, caches=[cache(BF16)])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("VLLM_SSM_CONV_STATE_LAYOUT", "DS"), ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")]
+)
+def test_fingerprint_has_layout_of_environment(folder, monkeypatch, variable, value):
+    plain = taken(model_config(folder))
+    monkeypatch.setenv(variable, value)
+    assert differing(taken(model_config(folder)), plain) == {f"envs.{variable}"}
+
+
+@pytest.mark.parametrize("make", [
+    lambda: EAGLEConfig(llama_config(architectures=["A"])),
+    lambda: EAGLEConfig(llama_config(architectures=["A"]), method="eagle3"),
+    lambda: ExtractHiddenStatesConfig(llama_config()),
+])  # fmt: skip
+def test_fingerprint_draft_without_defaults(folder, make):
+    model, drafts = model_config(folder), [make(), make()]
+    drafts[1].hidden_act = "relu"
+    names = [
+        taken(model, speculative_config=SimpleNamespace(draft_model_config=model_config(folder, hf_config=draft)))
+        for draft in (drafts[0], make(), drafts[1])
+    ]
+    assert names[0] == names[1]
+    assert differing(names[0], names[2]) == {"draft"}
 
 
 @pytest.mark.parametrize("field", ["lora_dtype", "default_mm_loras"])

@@ -106,7 +106,8 @@ class OwnCopies(Copies):
 
     def open_host_blocks(self, vllm_config: Any) -> tuple[Any, dict[str, Any]]:
         check_readable(vllm_config, self._spec.settings.tiers)
-        identity = fingerprint(self._spec.config, vllm_config, self._spec.settings.weights_version)
+        spec = self._spec
+        identity = fingerprint(spec.config, vllm_config, spec.settings.weights_version, spec.group_caches)
         return self._shared_pool(is_owner=True), identity
 
     def _shared_pool(self, is_owner: bool) -> SharedPool:

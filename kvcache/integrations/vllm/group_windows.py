@@ -11,6 +11,14 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 
+def local_of_caller(name: str, attribute: str) -> Any:
+    """Return the nearest caller's local variable `name` that has an attribute, or None."""
+    frame = inspect.currentframe()
+    while frame is not None and not hasattr(frame.f_locals.get(name), attribute):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals[name]
+
+
 def described_groups(config: Any) -> Sequence[Any]:
     """Return the groups of vLLM's `OffloadingConfig` with their windows and drafters, also in a worker.
 
@@ -24,12 +32,10 @@ def described_groups(config: Any) -> Sequence[Any]:
 
 
 def _groups_of_caller(config: Any) -> Sequence[Any]:
-    frame = inspect.currentframe()
-    while frame is not None and not hasattr(frame.f_locals.get("kv_cache_config"), "kv_cache_groups"):
-        frame = frame.f_back
-    if frame is None:
+    caches = local_of_caller("kv_cache_config", "kv_cache_groups")
+    if caches is None:
         raise ValueError("vLLM does not show them to a worker")
-    caches = [frame.f_locals["kv_cache_config"].kv_cache_groups[group.group_id] for group in config.groups]
+    caches = [caches.kv_cache_groups[group.group_id] for group in config.groups]
 
     def window_of(group: Any, cache: Any) -> Any:
         if hasattr(group, "sliding_window_size_in_chunks"):

@@ -8,7 +8,6 @@ configuration, and how a block is laid out. The release of vLLM is not part of i
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -18,18 +17,75 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.kv_offload.file_mapper import FileMapper
 
 from kvcache.assembly.assemble import TierSettings
 from kvcache.epoch import WEIGHTS, Epoch
+from kvcache.integrations.vllm.group_windows import local_of_caller
 from kvcache.integrations.vllm.weights import cache_path, digest_of_files
 
 # vLLM's log configuration covers loggers below its own name only.
 logger = init_logger(f"vllm.{__name__}")
 
+# Fields of vLLM's configuration that decide the bytes of a block: here those that each fingerprint says by a field of
+# its own. tests/vllm/test_identity_fields.py has the fields that decide no bytes, and fails if vLLM has another one.
+SAID = {
+    "cache_config": "block_size cache_dtype hash_block_size is_attention_free kv_cache_dtype_skip_layers "
+    "kv_cache_layout mamba_block_size mamba_cache_dtype mamba_page_size_padded mamba_ssm_cache_dtype "
+    "prefix_match_unit skip_page_size_padded sliding_window",
+    "model_config": "code_revision config_format disable_sliding_window dtype hf_config hf_config_path hf_overrides "
+    "hf_text_config max_model_len model model_weights multimodal_config quantization quantization_config revision "
+    "seed trust_remote_code",
+    "parallel_config": "decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size "
+    "tensor_parallel_size",
+    "load_config": "load_format model_loader_extra_config",
+    "lora_config": "default_mm_loras lora_dtype",
+    "multimodal_config": "media_io_kwargs mm_device_do_normalize mm_encoder_attn_dtype mm_processor_kwargs "
+    "video_pruning_method video_pruning_rate",
+    "speculative_config": "code_revision draft_load_config draft_model_config draft_parallel_config "
+    "draft_tensor_parallel_size max_model_len method model num_speculative_tokens quantization revision",
+    "attention_config": "backend backend_per_kind",
+    "vllm_config": "quant_config",
+}
+# Fields that a fingerprint has only if their value is another than these, which were implied before it knew the field:
+# so other engines keep their directories and their names in stores. The name "envs" has environment variables.
+IMPLIED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "cache_config": {
+        "use_replayssm": (False,), "replayssm_buffer_len": (16,), "use_kda_recoverssm": (False,),
+        "swa_bounded_replay": (True,),
+    },
+    "model_config": {"model_impl": ("auto",), "model_class_overrides": ({},)},
+    "parallel_config": {"cp_kv_cache_interleave_size": (1,), "dcp_kv_cache_interleave_size": (1,)},
+    "load_config": {"ignore_patterns": (["original/**/*"], "original/**/*")},
+    "lora_config": {
+        "target_modules": (None,), "enable_tower_connector_lora": (False,), "enable_mixed_moe_lora_format": (False,),
+        "enable_moe_shared_loras": (False,),
+    },
+    "multimodal_config": {"mm_encoder_fp8_scale_path": (None,)},
+    "speculative_config": {
+        "kv_cache_dtype": (None,), "parallel_drafting": (False,), "use_heterogeneous_vocab": (False,),
+    },
+    "attention_config": {"indexer_kv_dtype": ("auto",), "use_non_causal": (False,), "hisparse_config": (None,)},
+    "vllm_config": {"additional_config": ({},)},
+    "envs": {
+        "VLLM_SSM_CONV_STATE_LAYOUT": (None, "SD"), "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": (False,),
+        "VLLM_PP_LAYER_PARTITION": (None,), "VLLM_USE_V2_MODEL_RUNNER": (None,), "VLLM_MLA_DISABLE": (False,),
+        "VLLM_CPU_INT4_W4A8": (True,), "VLLM_MARLIN_INPUT_DTYPE": (None,), "VLLM_VIDEO_LOADER_BACKEND": ("opencv",),
+        "VLLM_HUMMING_ONLINE_QUANT_CONFIG": (None,), "VLLM_HUMMING_INPUT_QUANT_CONFIG": (None,),
+        "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": ("NONE",), "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT": ("",),
+        "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": ("",),
+    },
+}  # fmt: skip
+# Formats of which the loader reads the weights from the model's folder.
+_FORMATS_OF_FOLDER = (
+    *("auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt"),
+    *("runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
+)
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 # Fields of a Hugging Face config that describe its origin or text generation, not the computation.
 _NOT_OF_MODEL = frozenset(
@@ -54,11 +110,13 @@ def check_readable(vllm_config: Any, tiers: Iterable[TierSettings]) -> None:
         )
 
 
-def fingerprint(config: Any, vllm_config: Any = None, weights_version: str | int | None = None) -> dict[str, Any]:
+def fingerprint(
+    config: Any, vllm_config: Any = None, weights_version: str | int | None = None, caches: list[Any] | None = None
+) -> dict[str, Any]:
     """Return what distinguishes an engine's blocks from those of another model, configuration or geometry.
 
     `config` is vLLM's OffloadingConfig. Without a `vllm_config`, the model is known by its name only, with a warning.
-    `weights_version` takes the place of the digest of the weight files.
+    `weights_version` takes the place of the digest of the weight files. `caches` are those of `group_caches`.
     """
     parallel = config.parallel
     if vllm_config is None:
@@ -71,7 +129,9 @@ def fingerprint(config: Any, vllm_config: Any = None, weights_version: str | int
         draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
         if draft is not None and draft is not vllm_config.model_config:
             # The blocks hold the keys and values of its layers, too.
-            model["draft"] = _plain(_model_of(draft, vllm_config.load_config))
+            load_config = getattr(vllm_config.speculative_config, "draft_load_config", None)
+            model["draft"] = _plain(_model_of(draft, load_config or vllm_config.load_config))
+        model |= _unusual(vllm_config) | _formats_of(config, vllm_config, caches or group_caches(config))
     if weights_version is not None:
         model[WEIGHTS] = Epoch.of_version(weights_version).weights
     return {
@@ -93,7 +153,7 @@ def chunk_fingerprint(spec: Any, vllm_config: Any, weights_version: str | int | 
 
     The layout is that of vLLM's files: engines of another parallel topology share blocks if their bytes are equal.
     """
-    identity = fingerprint(spec.config, vllm_config, weights_version)
+    identity = fingerprint(spec.config, vllm_config, weights_version, getattr(spec, "group_caches", None))
     # Of one rank; FileMapper knows whether the ranks matter.
     del identity["parallel"], identity["bytes_per_block"]
     mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=True)
@@ -106,17 +166,75 @@ def engine_config() -> Any:
     vLLM hands a spec a summary without the overrides, and sets its current configuration in workers only. In the
     scheduler the connector that makes the spec has it: a local variable of a caller.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        config = frame.f_locals.get("vllm_config")
-        if hasattr(config, "model_config"):
-            return config
-        frame = frame.f_back
-    return get_current_vllm_config_or_none()
+    config = local_of_caller("vllm_config", "model_config")
+    return get_current_vllm_config_or_none() if config is None else config
+
+
+def group_caches(config: Any) -> list[Any]:
+    """Return vLLM's description of the caches of each group of its OffloadingConfig `config`, as the scheduler has it.
+
+    Without a connector among the callers, return an empty list.
+    """
+    caches = local_of_caller("kv_cache_config", "kv_cache_groups")
+    specs = [caches.kv_cache_groups[group.group_id].kv_cache_spec for group in config.groups] if caches else []
+    # A worker has the caches of all layers of a group, the scheduler that of the first one.
+    return [getattr(spec, "first_spec", spec) for spec in specs]
+
+
+def _unusual(vllm_config: Any) -> dict[str, Any]:
+    """Return the fields of `IMPLIED` that have another value."""
+    configs = {name: getattr(vllm_config, name, None) for name in IMPLIED}
+    configs |= {"multimodal_config": vllm_config.model_config.multimodal_config}
+    configs |= {"vllm_config": vllm_config, "envs": envs}
+    return {
+        f"{name}.{field}": _plain(value)
+        for name, config in configs.items()
+        for field, implied in IMPLIED[name].items()
+        if config is not None and (value := getattr(config, field, implied[0])) not in implied
+    }
+
+
+def _formats_of(config: Any, vllm_config: Any, caches: list[Any]) -> dict[str, Any]:
+    """Return the formats of the groups that differ from what `dtype` and `layout` say."""
+    formats: dict[str, Any] = {}
+    usual = str(STR_DTYPE_TO_TORCH_DTYPE.get(config.model.dtype, config.model.dtype))
+    # A recurrent state has several tensors.
+    of_groups = [getattr(cache, "dtypes", None) or [getattr(cache, "dtype", usual)] for cache in caches]
+    dtypes = [[str(dtype) for dtype in of_group] for of_group in of_groups]
+    if any(set(names) != {usual} for names in dtypes):
+        formats["dtypes"] = [[name.removeprefix("torch.") for name in names] for names in dtypes]
+    speculative = vllm_config.speculative_config
+    if speculative is not None and any(hasattr(cache, "dtypes") for cache in caches):
+        # It has room for drafts, too. It is padded to the size of attention, so the size does not show this.
+        formats["state_tokens"] = speculative.num_speculative_tokens
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends import cpu_attn
+
+        # The operations of a CPU choose the order of keys and values by its instructions.
+        dtype, choose = vllm_config.model_config.dtype, cpu_attn._get_attn_isa  # noqa: SLF001
+        kinds = [
+            choose(dtype, cache.block_size, cache.head_size, config.model.dtype)
+            for cache in caches
+            if hasattr(cache, "head_size") and not vllm_config.model_config.use_mla
+        ]
+        if not {"vec", "vec16"}.issuperset(kinds):
+            formats["packing"] = kinds
+    elif current_platform.is_rocm():
+        # Its attention backends order keys differently in one layout.
+        attention = vllm_config.attention_config
+        if attention.backend is not None or attention.backend_per_kind:
+            formats["packing"] = [str(attention.backend), _plain(attention.backend_per_kind)]
+        if current_platform.is_fp8_fnuz() and config.model.dtype.startswith("fp8"):
+            formats["fp8"] = "fnuz"
+    return formats
 
 
 def _model_of(model_config: Any, load_config: Any, weights_version: str | int | None = None) -> dict[str, Any]:
-    hf_config = _without(_NOT_OF_MODEL, model_config.hf_config.to_diff_dict())
+    try:
+        hf_config = model_config.hf_config.to_diff_dict()
+    except Exception:  # of a class that cannot be built without arguments, such as that of EAGLE
+        hf_config = model_config.hf_config.to_dict()
+    hf_config = _without(_NOT_OF_MODEL, hf_config)
     folder = _folder_of(model_config, load_config)
     model: dict[str, Any] = {
         "quantization": [model_config.quantization, _plain(getattr(model_config, "quantization_config", None))],
@@ -142,11 +260,14 @@ def _model_of(model_config: Any, load_config: Any, weights_version: str | int | 
 
 def _weights_of(model_config: Any, load_config: Any, folder: Path | None) -> str:
     """Return a digest of the whole weight files, or the model's name and revision if they cannot be read."""
-    files = [] if load_config.load_format == "dummy" else _weight_files(model_config, load_config, folder)
+    is_of_folder = load_config.load_format in _FORMATS_OF_FOLDER
+    files = _weight_files(model_config, load_config, folder) if is_of_folder else []
     if files:
         with suppress(OSError):
             return digest_of_files(files, _log_read)
     named = f"{model_config.model}@{model_config.revision}, format {load_config.load_format}, seed {model_config.seed}"
+    if extra := getattr(load_config, "model_loader_extra_config", None):
+        named += f", {_plain(extra)}"
     logger.warning(
         "kvcache cannot read the weights of %s: tiers know them by this name only. Give other weights of this name "
         "a directory or a salt of their own, or a 'weights_version'",

@@ -19,7 +19,7 @@ from kvcache.assembly.assemble import open_manager
 from kvcache.control.telemetry import MAX_LABEL_CHARS
 from kvcache.integrations.vllm.copies import Copies, EngineCopies, OwnCopies
 from kvcache.integrations.vllm.group_windows import described_groups, find_windows
-from kvcache.integrations.vllm.identity import engine_config
+from kvcache.integrations.vllm.identity import engine_config, group_caches
 from kvcache.integrations.vllm.manager import KVCacheOffloadingManager
 from kvcache.integrations.vllm.metrics import metric_definitions
 from kvcache.integrations.vllm.releases import installed_release
@@ -71,6 +71,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
         self.copies: Copies = (EngineCopies if has_engine_worker else OwnCopies)(self, config)
         self.num_blocks, self.block_bytes = self.copies.num_blocks, self.copies.block_bytes
         self._engine_config = engine_config()
+        self.group_caches = group_caches(config)
         if self.node_pool:
             # Workers join the pool before the scheduler, and must name the same windows.
             self._set_windows(None)
