@@ -21,9 +21,9 @@ import typer
 
 from kvcache.assembly.assemble import OffloadSettings, TierSettings
 from kvcache.assembly.spec import SpecOptions
+from kvcache.cli import engine_keys
 from kvcache.integrations.lmcache.settings import L2Settings
 from kvcache.integrations.sglang import settings as sglang
-from kvcache.integrations.vllm import engine_keys
 from kvcache.integrations.vllm import settings as vllm
 from kvcache.integrations.vllm.releases import describe_release
 from kvcache.node.ledger import read_ledger

@@ -43,7 +43,7 @@ def vllm_with(options, **engine):
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch):
     """A machine with an accelerator, which vLLM's own manager needs."""
-    monkeypatch.setattr("kvcache.integrations.vllm.engine_keys.has_accelerator", lambda: True)
+    monkeypatch.setattr("kvcache.cli.engine_keys.has_accelerator", lambda: True)
 
 
 @pytest.fixture

@@ -244,7 +244,7 @@ def edited(base: dict[str, Any], edit: dict[str, Any], folder: Path, port: int) 
 
 def faults_of(config: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     is_cpu = config.pop("on_a_cpu", False)
-    monkeypatch.setattr("kvcache.integrations.vllm.engine_keys.has_accelerator", lambda: not is_cpu)
+    monkeypatch.setattr("kvcache.cli.engine_keys.has_accelerator", lambda: not is_cpu)
     monkeypatch.setattr("importlib.metadata.packages_distributions", dict)
     file = folder / "config.json"
     file.write_text(json.dumps(config))

@@ -18,7 +18,7 @@ _DEVICES = ("nvidia*", "dxg", "kfd", "dri/renderD*")
 """Device files of CUDA (also under WSL), ROCm and XPU."""
 NO_DEVICE = (
     "vLLM's own manager copies on CUDA, ROCm and XPU only, and this machine shows no such device; on a CPU, use "
-    f"spec_name {settings.SPEC_NAME!r} with spec_module_path {__package__!r}"
+    f"spec_name {settings.SPEC_NAME!r} with spec_module_path {settings.__package__!r}"
 )
 
 
