@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 STOP_S = 5.0
+_ROOT = str(Path(__file__).resolve().parent.parent)
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 _IN_CHILD: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
+
+
+def python_words(code: str, *arguments: str) -> list[str]:
+    """Return the command of a process that runs `code`, in which kvcache can be imported."""
+    # -P: nothing is imported from the working directory, which may be open to others; a checkout there comes last.
+    return [sys.executable, "-P", "-c", f"import sys\nsys.path.append({_ROOT!r})\n{code}", *arguments]
 
 
 def after_fork(instance: T, forget: Callable[[T], object]) -> None:

@@ -7,8 +7,11 @@ so a value means the same everywhere. Parsing has no side effects: the caller de
 from __future__ import annotations
 
 import difflib
+import errno
 import json
+import os
 import re
+import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from fractions import Fraction
@@ -21,12 +24,17 @@ Parser = Callable[[str, Any], Any]
 """Parse one option: takes its name and value. Raise ValueError naming both if the value is invalid."""
 
 
+def hide_keys(text: str) -> str:
+    """Return an error's text without what may be a key, in hexadecimal or base64, that was written to a wrong place."""
+    return re.sub(r"[0-9a-fA-F]{32,}|[\w+/-]{43}=", "***", text)
+
+
 class OptionError(ValueError):
     """One or more invalid options; `problems` has one message each."""
 
     def __init__(self, *problems: str) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
+        self.problems = [hide_keys(problem) for problem in problems]
+        super().__init__("; ".join(self.problems))
 
 
 def run_all(calls: Iterable[Callable[[], Any]]) -> list[Any]:
@@ -70,6 +78,18 @@ def parse_size(name: str, value: object) -> int:
     if num_bytes is None or not 1 <= num_bytes <= _MOST_BYTES:
         raise ValueError(f"{name} must be bytes >= 1 or a size such as '64GiB', '64GB' or '1.5TiB', got {value!r}")
     return num_bytes
+
+
+def read_small_file(path: str, max_bytes: int = 1 << 20) -> bytes:
+    """Return the bytes of a regular file of at most `max_bytes`; OSError for a device, a FIFO or a longer file."""
+    # A FIFO would wait for its writer.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is longer than {max_bytes} bytes")
+    return content
 
 
 def format_size(num_bytes: float) -> str:

@@ -12,7 +12,7 @@ import resource
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -346,19 +346,29 @@ def _check_memory(pool_bytes: int, engines: list[OffloadSettings], node_pool: st
         yield _room("shared memory", folder, pool_bytes)
 
 
+def _answer(question: Callable[[], str]) -> str:
+    """Return a component's answer; an error of its own package must not cost the other findings."""
+    try:
+        return question()
+    except Exception as error:
+        return f"it cannot be checked: {type(error).__name__}: {error}"
+
+
 def _check_tier(subject: str, tier: TierSettings, block_bytes: int, owner_pid: int = 0) -> Iterator[Finding]:
     if owner_pid:
         yield Finding("ok", subject, f"open in the pool's owner, process {owner_pid}")
         return
-    if reason := tier.unavailable_reason():
+    if reason := _answer(tier.unavailable_reason):
         yield Finding("error", subject, reason)
     else:
         text = f"jobs of at most {tier.config.deadline_s:g} s"
         if tier.config.write_policy != TierConfig.write_policy:
             text = f"written by {tier.config.write_policy}, {text}"
         yield Finding("ok", subject, text)
-        if doubt := tier.doubt():
-            yield Finding("warning", subject, doubt)
+        codec = getattr(tier.options, "codec", None)
+        for doubt in (_answer(tier.doubt), "" if codec is None else _answer(codec.doubt)):
+            if doubt:
+                yield Finding("warning", subject, doubt)
     disk = _disk_of(tier)
     if disk is None:
         if tier.config.endurance is not None and ":" not in TIERS.path_of(tier.cls):

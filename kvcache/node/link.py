@@ -21,6 +21,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+from kvcache.background import python_words
 from kvcache.node import protocol
 from kvcache.node.protocol import Frame, FrameReader, pack
 from kvcache.tiers.base.log_limiter import LogLimiter
@@ -302,8 +303,7 @@ def spawn_owner(folder: Path) -> None:
     # Two forks: engines end all of their children. The owner finds the modules that this process finds.
     code = "import os, sys\nif os.fork(): os._exit(0)\nfrom kvcache.node.owner import main\nsys.exit(main(sys.argv[1]))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # -P: no module is taken from the working directory, which may be open to others.
-    words = [sys.executable, "-P", "-c", code, str(folder)]
+    words = python_words(code, str(folder))
     folder.mkdir(0o700, exist_ok=True)  # the last owner has removed it
     with (folder / "log").open("ab") as log:
         child = subprocess.Popen(

@@ -16,12 +16,10 @@ so one thread of a tier loads and one stores, while others compute checksums and
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from kvcache.background import python_words
 from kvcache.options import (
     Component,
     Options,
@@ -44,13 +43,11 @@ from kvcache.options import (
 )
 from kvcache.tiers.base.codec import Codec, parse_codec
 from kvcache.tiers.base.job_tier import BlockOutcome, TierBatch
-from kvcache.tiers.base.log_limiter import LogLimiter
 from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier
 
 if TYPE_CHECKING:
     from kvcache.tiers.base.tier import HostBlocks
 
-_LOG = logging.getLogger(__name__)
 _FORMAT = b"kvcache mooncake 2"
 _EPOCH_BYTES = 8
 _BUFFER_BYTES = 1 << 20
@@ -189,7 +186,6 @@ class MooncakeTier(SharedStoreTier):
         # A slow link may need longer than `timeout_s`, which bounds a stall.
         self._turn_s = max(60.0, 2 * values.timeout_s * values.num_threads)
         self._is_starting = True
-        self._warnings = LogLimiter(_LOG)
         super().__init__(
             host_blocks,
             "MOONCAKE",
@@ -280,6 +276,10 @@ class MooncakeTier(SharedStoreTier):
 
     def put_values(self, names: list[bytes], batch: TierBatch, seal: Callable[[int], bytes]) -> Sequence[int]:
         store, held = self._connected(), self.are_held(names)
+        if bad := [i for i, is_held in enumerate(held) if is_held and self.is_bad(batch.keys[i])]:
+            # The client cannot overwrite a value from several buffers.
+            self.delete_values([names[i] for i in bad])
+            held = [is_held and i not in bad for i, is_held in enumerate(held)]
         outcomes = [BlockOutcome.HELD if is_held else BlockOutcome.REFUSED for is_held in held]
         absent = [i for i, is_held in enumerate(held) if not is_held]
         if not absent:
@@ -318,7 +318,7 @@ class MooncakeTier(SharedStoreTier):
     def delete_values(self, names: list[bytes]) -> None:
         answers = self._connected().batch_remove(_texts(names), True)
         if failed := [answer for answer in answers if answer not in (0, _NOT_FOUND, _NOT_READY)]:
-            self._warnings.warn("remove", "%s", self._error("remove", failed[0]))
+            raise self._error("remove", failed[0])
 
     def delete_older(self, prefix: bytes) -> None:
         num_removed = self._connected().remove_by_regex(f"^{prefix.decode()}", True)
@@ -388,7 +388,7 @@ def _texts(names: list[bytes]) -> list[str]:
 def _try_in_a_process(setup: tuple[Any, ...]) -> None:
     """Raise OSError unless a client can be set up with these arguments."""
     done = subprocess.run(
-        [sys.executable, "-c", _TRIAL, json.dumps(setup)],
+        python_words(_TRIAL, json.dumps(setup)),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         stdin=subprocess.DEVNULL,

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
+import os
 import re
+import resource
+import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,20 +28,28 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import obstore
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import S3Store
 
-from kvcache.options import Component, Options, option, parse_duration, parse_size, parse_text, parse_threads
+from kvcache.background import Background, python_words
+from kvcache.options import (
+    Component,
+    Options,
+    option,
+    parse_duration,
+    parse_size,
+    parse_text,
+    parse_threads,
+    read_small_file,
+)
 from kvcache.tiers.base.codec import Codec, parse_codec
 from kvcache.tiers.base.job_tier import BlockOutcome, TierBatch
-from kvcache.tiers.base.log_limiter import LogLimiter
 from kvcache.tiers.s3_wire import Answer, BucketClient
 from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier
 
 if TYPE_CHECKING:
     from kvcache.tiers.base.tier import HostBlocks
 
-_LOG = logging.getLogger(__name__)
 _FORMAT = b"kvcache s3 1"
 _EPOCH = re.compile(rb"[0-9a-f]{16}")
 _EPOCH_BYTES = 16
@@ -53,15 +62,31 @@ _MAX_LISTED = 1000
 # A name is twice as long in hexadecimal, and some servers allow 255 characters between two slashes.
 _MAX_KEY_BYTES = 120
 _NO_BUCKET = "NoSuchBucket"
-_SKEWED = re.compile("RequestTimeTooSkewed|Request has expired|not yet valid")
+REFUSED = frozenset(
+    {"AccessDenied", "AccountProblem", "AllAccessDisabled", "InvalidAccessKeyId", "InvalidSecurity", "NotSignedUp"}
+    | {"SignatureDoesNotMatch", "UnauthorizedAccess"}
+)
+"""Codes by which a store refuses the credentials for good; any other code may pass, so the engine starts."""
+# A wrong clock may be corrected later, so this is not a fault of the credentials.
+_SKEWED = re.compile("Request has expired|not yet valid")
+NOT_FOLLOWED = (
+    *("AWS_SKIP_SIGNATURE", "AWS_REQUEST_PAYER", "AWS_S3_EXPRESS", "AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID"),
+    *("AWS_SSE_BUCKET_KEY_ENABLED", "AWS_SSE_CUSTOMER_KEY_BASE64"),
+)
+"""Variables that the library reads for its own requests; those of `s3_wire` cannot follow them."""
 # Statuses of a download that has come, of another request that was done, and of an object that exists.
 _LOADED, _DONE, _EXISTS = (200,), (200, 201, 204), (409, 412)
 _CLIENT_OPTIONS = ("bucket", "endpoint", "region", "timeout_s", "ca_file")
-_DELETE_S = 10.0
-"""How long one call deletes private blocks, and a reset waits for the first call."""
+_WAIT_S = 1.0
+"""How long a reset may wait for the deletion of private blocks."""
+_DELETE_S = 30
+"""How long one process deletes private blocks."""
+_DELETE_BYTES = 256 << 20
+"""Memory that an answer may take in this process; the library would take what a listing announces."""
 _DELETE = (
-    "import json, sys\nfrom kvcache.tiers.s3 import S3Options, delete_under\n"
-    "options, start = json.load(sys.stdin)\ndelete_under(S3Options(**options), start)"
+    "import json, sys\nfrom kvcache.tiers.s3 import S3Options, delete_under, limit_process\nlimit_process()\n"
+    "options, start = json.loads(sys.argv[1])\n"
+    "try: delete_under(S3Options(**options), start)\nexcept OSError as error: sys.exit(str(error))"
 )
 _MAX_RETRIES = 2
 _BACKOFF = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2}
@@ -118,6 +143,23 @@ class S3Options(Options):
     codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes, or be encrypted")
 
 
+class _QueryLoop(asyncio.SelectorEventLoop):
+    """The event loop of all queries, in a thread of its own: a new loop for each would need descriptors each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = Background("s3-queries", lambda _: self.run_forever())
+
+    def __del__(self) -> None:
+        """Log nothing: a loop that got no descriptors has none to close."""
+
+    def end(self) -> None:
+        """End the thread; no query may be under way."""
+        self.call_soon_threadsafe(self.stop)
+        self._thread.stop()
+        self.close()
+
+
 class S3Tier(SharedStoreTier):
     """Keep blocks in a bucket of AWS S3, or of a store that speaks its protocol.
 
@@ -158,8 +200,11 @@ class S3Tier(SharedStoreTier):
         self._root = f"{values.prefix}/" if values.prefix else ""
         self._options = values
         self._store = _store_of(values)
-        self._client = BucketClient(self._store, values.timeout_s, values.ca_file)
-        self._warnings = LogLimiter(_LOG)
+        self._client = BucketClient(
+            self._store, values.timeout_s, values.ca_file, (values.endpoint or "").startswith("http://")
+        )
+        self._query_loop: _QueryLoop | None = None
+        self._deletion: subprocess.Popen[str] | None = None
         super().__init__(
             host_blocks,
             "S3",
@@ -196,6 +241,10 @@ class S3Tier(SharedStoreTier):
     def announce_epoch(self, epoch: str, replace: bool) -> None:
         self._send("PUT", self.epoch_name, parts=[epoch.encode()], creates=not replace)
 
+    def connect(self) -> None:
+        if self._query_loop is None:
+            self._query_loop = _QueryLoop()
+
     def are_held(self, names: list[bytes]) -> Sequence[bool]:
         async def ask() -> list[bool | BaseException]:
             turns = asyncio.Semaphore(_MAX_QUESTIONS)
@@ -204,15 +253,17 @@ class S3Tier(SharedStoreTier):
                 async with turns:
                     try:
                         await obstore.head_async(self._store, self._path(name))
-                    except FileNotFoundError:
+                    except (FileNotFoundError, NotFoundError):
                         return False
                     return True
 
             # Wait for all answers, also after an error: the library's threads must not find the loop closed.
             return await asyncio.gather(*map(is_held, names), return_exceptions=True)
 
+        if self._query_loop is None:
+            raise OSError(f"{self._address}: no descriptors for look-ups")
         with _os_errors(self._address):
-            answers = asyncio.run(ask())
+            answers = asyncio.run_coroutine_threadsafe(ask(), self._query_loop).result()
             for answer in answers:
                 if isinstance(answer, BaseException):
                     raise answer
@@ -222,7 +273,7 @@ class S3Tier(SharedStoreTier):
         outcomes = []
         for i, (name, buffer) in enumerate(zip(names, batch.buffers, strict=True)):
             # The store is not asked before whether it holds the block: that would cost a round trip for each.
-            answer = self._send("PUT", name, parts=[buffer, seal(i)], creates=True)
+            answer = self._send("PUT", name, parts=[buffer, seal(i)], creates=not self.is_bad(batch.keys[i]))
             is_held = answer is not None and answer.status in _EXISTS
             outcomes.append(BlockOutcome.HELD if is_held else BlockOutcome.DONE)
         return outcomes
@@ -236,32 +287,32 @@ class S3Tier(SharedStoreTier):
                 received(i, seal if answer.num_bytes == self.block_bytes + SEAL_BYTES else None)
 
     def delete_values(self, names: list[bytes]) -> None:
-        try:
-            for name in names:
-                self._send("DELETE", name)
-        except OSError as error:
-            # Without this right, the objects stay, and are misses.
-            self._warnings.warn("delete", "%s", error)
+        for name in names:
+            self._send("DELETE", name)
 
     def delete_older(self, prefix: bytes) -> bool:
-        # In a process of its own: the library ends it if the store announces an answer that is larger than memory.
-        order = json.dumps([{name: getattr(self._options, name) for name in _CLIENT_OPTIONS}, self._path(prefix)])
-        command = [sys.executable, "-c", _DELETE]
+        # In a process of its own, which ends if an answer needs too much memory. It may go on after this call.
+        if self._deletion is None:
+            options = {name: getattr(self._options, name) for name in _CLIENT_OPTIONS}
+            words = python_words(_DELETE, json.dumps([options, self._path(prefix)]))
+            self._deletion = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
-            done = subprocess.run(command, input=order, capture_output=True, text=True, timeout=_DELETE_S, check=False)
+            _, errors = self._deletion.communicate(timeout=_WAIT_S)
         except subprocess.TimeoutExpired:
-            # The next call lists what this one has not deleted.
             return False
-        code, reason = done.returncode, (done.stderr.splitlines() or [""])[-1]
-        # Another try would not delete them: the right is missing, or the library has ended the process.
-        if reason.startswith("PermissionError") or code < 0:
-            self._warnings.warn("delete", "%s: private blocks stay: %s", self._address, reason)
-        elif code != 0:
-            raise OSError(reason)
-        return True
+        code, self._deletion = self._deletion.returncode, None
+        if code not in (0, -signal.SIGALRM):
+            raise OSError((errors.splitlines() or [f"the process that deletes has ended with {code}"])[-1])
+        # After the alarm, the next process lists the objects that are left.
+        return code == 0
 
     def close(self) -> None:
         self._client.close()
+        if self._query_loop is not None:
+            self._query_loop.end()
+        if self._deletion is not None:
+            self._deletion.kill()
+            self._deletion.communicate()
 
     def _send(self, method: Literal["GET", "PUT", "DELETE"], name: bytes, **options: Any) -> Answer | None:
         """Return the store's answer, None if it has no such object; OSError if it refuses the request."""
@@ -272,15 +323,10 @@ class S3Tier(SharedStoreTier):
             return answer
         # The text of a success may be a block.
         shown = "" if answer.status < 300 else _shown(answer.text)
-        text = f"{self._address}: {shown or f'status {answer.status}'}"
-        if answer.status == 404:
-            if method != "PUT" and _NO_BUCKET not in text:
-                return None
-            raise FileNotFoundError(text)
-        # A wrong clock may be corrected later, so this is not a fault of the credentials.
-        if answer.status in (401, 403) and not _SKEWED.search(text):
-            raise PermissionError(text)
-        raise OSError(text)
+        fault = _fault_of(shown)
+        if answer.status == 404 and method != "PUT" and fault is not FileNotFoundError:
+            return None
+        raise fault(f"{self._address}: {shown or f'status {answer.status}'}")
 
     def _path(self, name: bytes) -> str:
         return self._root + name.decode("latin-1").replace(":", "/")
@@ -312,6 +358,14 @@ def _listed(store: S3Store, start: str) -> Iterator[list[str]]:
         yield [entry["path"] for entry in listed if entry["path"].startswith(start)]
 
 
+def limit_process() -> None:
+    """Bound the time and the memory of this process, which deletes objects and does nothing else."""
+    signal.alarm(_DELETE_S)
+    num_bytes = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + _DELETE_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 def delete_under(values: S3Options, start: str) -> int:
     """Delete the objects whose paths begin with `start`, and return their number."""
     num_deleted, store = 0, _store_of(values)
@@ -329,39 +383,44 @@ def _address(values: S3Options) -> str:
 
 
 def _store_of(values: S3Options) -> S3Store:
+    for name in NOT_FOLLOWED:
+        if os.environ.get(name, "").lower() not in ("", "0", "false"):
+            raise ValueError(f"{_address(values)} cannot be used: blocks do not follow the environment's {name}")
     time_limit = timedelta(seconds=values.timeout_s)
     client: Any = {"timeout": time_limit, "connect_timeout": time_limit}
     config: Any = {"unsigned_payload": True}
     if values.endpoint is not None:
         config["endpoint"] = values.endpoint
-        client["allow_http"] = values.endpoint.startswith("http://")
+        client["allow_http"] = (values.endpoint or "").startswith("http://")
     if values.region is not None:
         config["region"] = values.region
     # A request to a busy server (503) is retried, but not after the time limit of one request.
     retries: Any = {"max_retries": _MAX_RETRIES, "retry_timeout": time_limit, "backoff": _BACKOFF}
     try:
         if values.ca_file is not None:
-            client["root_certificate"] = Path(values.ca_file).read_bytes()
+            client["root_certificate"] = read_small_file(values.ca_file)
         return S3Store(values.bucket, config=config, client_options=client, retry_config=retries)
     except (BaseError, OSError) as error:
         raise ValueError(f"{_address(values)} cannot be used: {_shown(str(error))}") from None
 
 
+def _fault_of(shown: str) -> type[OSError]:
+    """Return the error of a refused request: refused credentials and a missing bucket end an engine's start."""
+    code = shown.partition(":")[0]
+    if code == _NO_BUCKET:
+        return FileNotFoundError
+    return PermissionError if code in REFUSED and not _SKEWED.search(shown) else OSError
+
+
 @contextmanager
 def _os_errors(address: str) -> Iterator[None]:
-    """Raise the library's errors as OSError: PermissionError if the store refuses the credentials."""
+    """Raise the library's errors as OSError."""
     try:
         yield
     except BaseException as error:
-        text = f"{address}: {_shown(str(error))}"
-        # A wrong clock may be corrected later, so this is not a fault of the credentials.
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError) and not _SKEWED.search(text):
-            raise PermissionError(text) from None
-        if isinstance(error, FileNotFoundError):
-            raise FileNotFoundError(text) from None
         # The library's threads may panic, and a panic is not an Exception.
-        if isinstance(error, BaseError | OSError) or type(error).__name__ == "PanicException":
-            raise OSError(text) from None
+        if isinstance(error, BaseError | OSError | NotImplementedError) or type(error).__name__ == "PanicException":
+            raise OSError(f"{address}: {_shown(str(error))}") from None
         raise
 
 

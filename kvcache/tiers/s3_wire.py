@@ -45,8 +45,8 @@ class Answer:
 class BucketClient:
     """Sends requests over connections that it keeps, one for each thread that has a request under way."""
 
-    def __init__(self, store: Any, timeout_s: float, ca_file: str | None) -> None:
-        self._store, self._timeout_s = store, timeout_s
+    def __init__(self, store: Any, timeout_s: float, ca_file: str | None, allows_http: bool) -> None:
+        self._store, self._timeout_s, self._allows_http = store, timeout_s, allows_http
         self._ssl = ssl.create_default_context()
         if ca_file is not None:
             self._ssl.load_verify_locations(ca_file)
@@ -111,6 +111,9 @@ class BucketClient:
         end_s: float,
     ) -> Answer:
         url = urlsplit(obstore.sign(self._store, method, path, _VALID))
+        if url.scheme != "https" and not self._allows_http:
+            # The environment may name it, and the library refuses it for its own requests.
+            raise ValueError(f"{url.scheme}://{url.netloc} is not encrypted: to use it, name it as the option endpoint")
         head = f"{method} {url.path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\nUser-Agent: kvcache\r\n"
         if method == "PUT":
             head += f"Content-Length: {sum(map(len, parts))}\r\n"

@@ -10,15 +10,20 @@ and a seal over name and payload. A value that is foreign, short, long or torn i
 An epoch stands for weights (`kvcache.epoch`), so they are not part of the namespace. An engine begins in the epoch that
 the store announces for its fingerprint. An operator may announce another one for later starts; blocks of other weights
 do not verify there. A reset leaves it for the epoch of a version, or for a private one that is never announced. The
-blocks of a private epoch are deleted when its engine leaves it. Blocks of other epochs may be in use, and the store
-evicts them. If the store has forgotten the announced epoch, a running engine announces it again.
+blocks of a private epoch are deleted after its engine has left it: serving neither waits for a deletion nor fails with
+it. Blocks of other epochs may be in use, and the store evicts them. If the store has forgotten the announced epoch, a
+running engine announces it again.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
+import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from hmac import compare_digest
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -29,15 +34,21 @@ from kvcache.epoch import Epoch, EpochKind, without_weights
 from kvcache.tiers.base.checksum import SEAL_BYTES, Namespace
 from kvcache.tiers.base.codec import Codec, stored_form
 from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierBatch
+from kvcache.tiers.base.log_limiter import LogLimiter
 
 if TYPE_CHECKING:
-    from kvcache.tiers.base.tier import HostBlocks
+    from kvcache.tiers.base.tier import HostBlocks, TierStats
 
     Seal = bytes | bytearray | memoryview
 
 __all__ = ["SEAL_BYTES", "SharedStoreTier"]
 
+_LOG = logging.getLogger(__name__)
 _PROBE_BYTES = 4096
+_DELETE_S = 2.0
+"""How long `maintain` deletes private blocks; a reset may wait for it."""
+_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 3600.0
+"""Time until a failed deletion is tried again; it doubles with each failure."""
 
 
 class SharedStoreTier(JobTier):
@@ -96,9 +107,13 @@ class SharedStoreTier(JobTier):
         self._start = Epoch.of(described)
         # Parts of names: the announced epoch of the fingerprint (empty until the store answers); that of a reset.
         self._announced = self._own = ""
-        # The last reset, and the private epochs that this engine has left and whose blocks are not deleted yet.
-        self._reset: tuple[int, Epoch] | None = None
-        self._left: list[str] = []
+        # The epoch of the last reset, and the number of stored blocks before it.
+        self._reset: Epoch | None = None
+        self._num_before = 0
+        # The private epochs that this engine has left and whose blocks are not deleted yet, with the numbers of blocks.
+        self._left: deque[tuple[str, int]] = deque()
+        self._pause_s, self._again_s = _PAUSE_S, 0.0
+        self._warnings = LogLimiter(_LOG)
         self._epoch_lock = Lock()
         super().__init__(
             host_blocks,
@@ -131,7 +146,10 @@ class SharedStoreTier(JobTier):
 
     @abstractmethod
     def put_values(self, names: list[bytes], batch: TierBatch, seal: Callable[[int], bytes]) -> Sequence[int]:
-        """Store the buffers of `batch` under `names`, each with ``seal(i)``; return a `BlockOutcome` per name."""
+        """Store the buffers of `batch` under `names`, each with ``seal(i)``; return a `BlockOutcome` per name.
+
+        Names that the store has stay as they are and are HELD, but for bad ones: see `is_bad`.
+        """
 
     @abstractmethod
     def are_held(self, names: list[bytes]) -> Sequence[bool]:
@@ -143,12 +161,13 @@ class SharedStoreTier(JobTier):
         """Connect, if that is not done yet; called at the start and every `maintain_interval_s`."""
 
     def delete_values(self, names: list[bytes]) -> None:
-        """Delete some names, which need not exist. Without it, bad values stay and are counted once an engine."""
+        """Delete some names, which need not exist. Bad values stay without it, or if it raises, until stored again."""
 
     def delete_older(self, prefix: bytes) -> bool | None:
         """Delete all names that begin with `prefix`. Without it, the store itself must evict blocks of old epochs.
 
-        A reset waits for the first call. Return False after a few seconds: `maintain` calls it again.
+        `maintain` calls it some time after a reset. Return False after a second or two: it is called again. If it
+        raises, the names stay for now; the next try is later after each failure.
         """
 
     # The rest is the same for every store.
@@ -220,8 +239,12 @@ class SharedStoreTier(JobTier):
             pass
 
     def exists(self, keys: list[bytes]) -> Sequence[bool]:
-        self._join_epoch()
-        return self.are_held([self.store_name(key) for key in keys])
+        try:
+            self._join_epoch()
+            return self.are_held([self.store_name(key) for key in keys])
+        except Exception as error:
+            self._warnings.warn("exists", "%r: look-ups fail: %s", self, error)
+            raise
 
     def get(self, batch: TierBatch) -> Sequence[int]:
         self._join_epoch()
@@ -236,7 +259,7 @@ class SharedStoreTier(JobTier):
         bad = [name for name, outcome in zip(names, outcomes, strict=True) if outcome == BlockOutcome.CORRUPT]
         # A reset in between may have changed what a seal must cover.
         if bad and batch.generation == self.generation:
-            self.delete_values(bad)
+            self._try_to_delete(bad)
         return outcomes
 
     def put(self, batch: TierBatch) -> Sequence[int]:
@@ -250,27 +273,50 @@ class SharedStoreTier(JobTier):
         outcomes = self.put_values(names, batch, lambda i: self._namespace.seal(weights + names[i], buffers[i]))
         if batch.generation != self.generation:
             # The reset may have deleted the old names before these were written. Names held before are others'.
-            self.delete_values([name for name, out in zip(names, outcomes, strict=True) if out == BlockOutcome.DONE])
+            self._try_to_delete([name for name, out in zip(names, outcomes, strict=True) if out == BlockOutcome.DONE])
             return refused
         return outcomes
 
+    def _try_to_delete(self, names: list[bytes]) -> None:
+        """Delete names if the store allows it: the other blocks of the batch are as good without that."""
+        try:
+            self.delete_values(names)
+        except Exception as error:
+            self._note_kept(error)
+
+    def _note_kept(self, error: Exception) -> None:
+        """Record that a deletion failed."""
+        self._counts.note_error(f"delete: {error}")
+        self._warnings.warn("delete", "%r does not delete blocks, which stay: %s", self, error)
+
+    def stats(self) -> TierStats:
+        return replace(super().stats(), undeleted_blocks=sum(num_blocks for _, num_blocks in tuple(self._left)))
+
     def clear(self, generation: int) -> None:
-        """Begin the epoch of the reset; delete the blocks of private ones that this engine has left."""
-        if self._reset is None or self._reset[0] != generation:
-            if self._reset is not None and self._reset[1].kind is EpochKind.PRIVATE:
-                self._left.append(self._own)
-            self._reset = generation, Epoch.after_reset(self.version)
-            self._own = self._namespace.epoch_of(self._reset[1])
-        self._delete_left()
+        """Begin the epoch of the reset, without the store; `maintain` deletes the blocks of a private one before it."""
+        num_stored = self._counts["stored_blocks"]
+        if self._reset is not None and self._reset.kind is EpochKind.PRIVATE:
+            self._left.append((self._own, num_stored - self._num_before))
+        self._num_before, self._reset = num_stored, Epoch.after_reset(self.version)
+        self._own = self._namespace.epoch_of(self._reset)
 
     def _delete_left(self) -> None:
-        """Delete the blocks of the private epochs that this engine has left, as many as the store's time allows."""
-        while self._left:
-            self.connect()
+        """Delete the blocks of the private epochs that this engine has left, for a bounded time."""
+        end_s = time.monotonic() + _DELETE_S
+        while self._left and self._again_s <= time.monotonic() < end_s:
             # The oldest first: a later reset does not replace the prefix of a deletion that goes on.
-            if self.delete_older(b"%b:%b:" % (self.prefix, self._left[0].encode())) is False:
+            try:
+                if self.delete_older(b"%b:%b:" % (self.prefix, self._left[0][0].encode())) is False:
+                    return
+            except Exception as error:
+                self._note_kept(error)
+                # One epoch that cannot be deleted does not keep the others.
+                self._left.rotate(-1)
+                self._again_s = time.monotonic() + self._pause_s
+                self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
                 return
-            del self._left[0]
+            self._left.popleft()
+            self._pause_s = _PAUSE_S
 
     def maintain(self) -> None:
         self.connect()

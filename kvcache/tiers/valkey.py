@@ -11,15 +11,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
-from valkey import Valkey, ValkeyCluster
+from valkey import Valkey, ValkeyCluster, exceptions
 from valkey.backoff import NoBackoff
-from valkey.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, ValkeyError
 from valkey.retry import Retry
 
 from kvcache.options import (
@@ -32,6 +31,7 @@ from kvcache.options import (
     parse_size,
     parse_text,
     parse_threads,
+    read_small_file,
     without_secrets,
 )
 from kvcache.tiers.base.codec import Codec, parse_codec
@@ -50,7 +50,12 @@ _WINDOW_BYTES = 1 << 20
 # A store sends this many bytes; then it waits, and asks which of the next blocks another engine has stored.
 _STORE_WINDOW_BYTES = 4 << 20
 # How long a call deletes the blocks of a private epoch; the next one goes on.
-_DELETE_S = 2.0
+_DELETE_S = 1.0
+CLIENT_ERRORS = (exceptions.ValkeyError, exceptions.ValkeyClusterException, exceptions.ChildDeadlockedError)
+"""The roots of the client's own exceptions."""
+REFUSED: tuple[type[Exception], ...] = (exceptions.AuthenticationError, exceptions.AuthorizationError)
+REFUSED += (exceptions.AuthenticationWrongNumberOfArgsError,)
+"""Errors of refused credentials, which end an engine's start; after any other it starts without the server."""
 _SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 
 
@@ -96,6 +101,11 @@ class ValkeyOptions(Options):
     )
     codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
+    def check_together(self, where: str) -> None:
+        parts = urlsplit(self.url)
+        if self.cluster and (parts.scheme == "unix" or parts.path not in ("", "/", "/0")):
+            raise ValueError(f"cluster of {where} needs a url of host and port, without a database, got {parts.path!r}")
+
 
 class ValkeyTier(SharedStoreTier):
     """Keep blocks on a Valkey or Redis server, or cluster.
@@ -139,6 +149,8 @@ class ValkeyTier(SharedStoreTier):
         # One lock, because a cluster's client reads the topology while it is made.
         self._connecting = Lock()
         self._client: Any = None
+        # Whether a cluster's topology must be read again.
+        self._is_moved = False
         # The deletion of a prefix that has not ended yet.
         self._scan: Iterator[int] | None = None
         super().__init__(
@@ -157,22 +169,12 @@ class ValkeyTier(SharedStoreTier):
         )
 
     @classmethod
-    def unavailable_reason(cls, options: ValkeyOptions) -> str:
-        try:
-            with closing(_client_of(options)) as client:
-                client.ping()
-        except (ValkeyError, OSError, ValueError) as error:
-            return f"{_address(options.url)} cannot be used: {_shown(error)}"
-        # A server that answers may still refuse this user's names.
-        return super().unavailable_reason(options)
-
-    @classmethod
     def doubt(cls, options: ValkeyOptions) -> str:
         try:
             with closing(_client_of(options)) as client:
                 node = client.get_valkey_connection(client.get_primaries()[0]) if options.cluster else client
                 memory: dict[str, Any] = node.info("memory")
-        except (ValkeyError, OSError, ValueError) as error:
+        except (*CLIENT_ERRORS, OSError, ValueError) as error:
             return f"its eviction policy is unknown: {_shown(error)}"
         limit, policy = memory.get("maxmemory"), str(memory.get("maxmemory_policy"))
         if not limit:
@@ -185,21 +187,14 @@ class ValkeyTier(SharedStoreTier):
     def __repr__(self) -> str:
         return f"ValkeyTier({self._address!r})"
 
-    def open(self) -> None:
-        try:
-            super().open()
-        except (AuthenticationError, AuthorizationError) as error:
-            raise ValueError(f"{self._address} refuses the credentials: {_shown(error)}") from None
-        except (ValkeyError, ValueError):
-            # The engine starts without it; each job tries again.
-            pass
-
     def read_epoch(self) -> str | None:
-        epoch: bytes | None = self._server().get(self.epoch_name)
+        with self._os_errors():
+            epoch: bytes | None = self._server().get(self.epoch_name)
         return None if epoch is None else epoch.decode("latin-1")
 
     def announce_epoch(self, epoch: str, replace: bool) -> None:
-        self._server().set(self.epoch_name, epoch, nx=not replace)
+        with self._os_errors():
+            self._server().set(self.epoch_name, epoch, nx=not replace)
 
     def are_held(self, names: list[bytes]) -> Sequence[bool]:
         held = [False] * len(names)
@@ -241,7 +236,7 @@ class ValkeyTier(SharedStoreTier):
                 window = positions[first : first + size]
                 absent, waiting, end = [], [], b""
                 for i, is_held in zip(window, read_held(server, window), strict=True):
-                    if is_held:
+                    if is_held and not self.is_bad(batch.keys[i]):
                         outcomes[i] = BlockOutcome.HELD
                         continue
                     absent.append(i)
@@ -288,18 +283,20 @@ class ValkeyTier(SharedStoreTier):
         self._converse(names, load)
 
     def delete_values(self, names: list[bytes]) -> None:
-        server = self._server()
-        for name in names:
-            server.unlink(name)
+        with self._os_errors():
+            server = self._server()
+            for name in names:
+                server.unlink(name)
 
     def delete_older(self, prefix: bytes) -> bool:
         # On a large server most names are others', so a scan goes on where the last call ended.
         scan, self._scan = self._scan or _unlink(self._server(), self._is_cluster, prefix + b"*"), None
         end_s = time.monotonic() + _DELETE_S
-        for _ in scan:
-            if time.monotonic() >= end_s:
-                self._scan = scan
-                return False
+        with self._os_errors():
+            for _ in scan:
+                if time.monotonic() >= end_s:
+                    self._scan = scan
+                    return False
         return True
 
     def maintain(self) -> None:
@@ -320,23 +317,40 @@ class ValkeyTier(SharedStoreTier):
                 self._client = _client_of(self._options)
             return self._client
 
+    @contextmanager
+    def _os_errors(self) -> Iterator[None]:
+        """Raise the client's errors as OSError, PermissionError if the server refuses the credentials."""
+        try:
+            yield
+        except (*CLIENT_ERRORS, OSError, ValueError) as error:
+            # A cluster's client raises an error of its own after that of the last server.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, REFUSED):
+                cause = cause.__cause__
+            if cause is None:
+                raise OSError(f"{self._address}: {_shown(error)}") from None
+            raise PermissionError(f"{self._address} refuses the credentials: {_shown(error)}") from None
+
     def _converse(self, names: list[bytes], talk: Callable[[Channel, Sequence[int]], None]) -> None:
         """Call `talk` for each server that holds some of `names`, with their positions.
 
-        If a cluster has moved them, read its topology and call once more.
+        If a cluster may have moved them, read its topology and call once more; after a stall, the next batch does so.
         """
+        end_s = time.monotonic() + self._timeout_s
         for is_last in (False, True):
             client = self._server()
             try:
+                if self._is_moved:
+                    self._is_moved = False
+                    client.nodes_manager.initialize()
                 for server, positions in self._route(client, names):
                     with channel(server, self._timeout_s) as connected:
                         talk(connected, positions)
                 return
-            except (ServerError, ValkeyError, OSError) as error:
-                if is_last or not self._is_cluster:
+            except (ServerError, *CLIENT_ERRORS, OSError) as error:
+                self._is_moved = self._is_cluster
+                if is_last or not self._is_cluster or time.monotonic() >= end_s:
                     raise OSError(f"{self._address}: {_shown(error)}") from None
-                with suppress(ValkeyError, OSError):
-                    client.nodes_manager.initialize()
 
     def _route(self, client: Any, names: list[bytes]) -> list[tuple[Any, Sequence[int]]]:
         if not self._is_cluster:
@@ -370,7 +384,7 @@ def clear_server(
                 clients = _other_clients(node, clients)
             confirm(counts, clients)
             return sum(_unlink(client, values.cluster, pattern))
-    except (ValkeyError, OSError) as error:
+    except (*CLIENT_ERRORS, OSError) as error:
         raise ValueError(f"{_address(values.url)} cannot be used: {_shown(error)}") from None
 
 
@@ -398,7 +412,7 @@ def _other_clients(node: Any, known: list[str] | None) -> list[str] | None:
     try:
         own_id = node.client_id()
         addresses = [client["addr"] for client in node.client_list(_type="normal") if int(client["id"]) != own_id]
-    except NoPermissionError:
+    except exceptions.NoPermissionError:
         return None
     return None if known is None else known + addresses
 
@@ -409,6 +423,9 @@ def _address(url: str) -> str:
 
 
 def _client_of(values: ValkeyOptions) -> Any:
+    if values.ca_file is not None:
+        # Without this, TLS would wait for a FIFO, and read a device for ever.
+        read_small_file(values.ca_file)
     options = {
         "socket_timeout": values.timeout_s,
         "socket_connect_timeout": values.timeout_s,

@@ -19,6 +19,7 @@ _MAX_VALUE_BYTES = 1 << 29
 _MAX_LINE_BYTES = 4096
 _READ_BYTES = 1 << 14
 _SEND_BUFFERS = 256
+_LEAST_S = 0.001
 # Servers write 64 KiB at a time; waking up for each costs more than the copy.
 _WAKE_BYTES = 1 << 17
 
@@ -81,6 +82,8 @@ class _Receiver(io.RawIOBase):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
             self._wake_bytes = wake_bytes
         try:
+            # Or a stall near the end could double the time.
+            self.limit_wait()
             num_bytes = self._socket.recv_into(target)
         except TimeoutError:
             raise self._too_late() from None
@@ -93,6 +96,10 @@ class _Receiver(io.RawIOBase):
         """Raise WireError if the time is over."""
         if time.monotonic() > self.end_s:
             raise self._too_late()
+
+    def limit_wait(self) -> None:
+        """Let the next call of the socket wait until `end_s` at most."""
+        self._socket.settimeout(max(_LEAST_S, self.end_s - time.monotonic()))
 
     def _too_late(self) -> WireError:
         return WireError(f"an answer took more than {self.timeout_s:.3g} s")
@@ -121,11 +128,13 @@ class Channel:
             waiting = list(buffers)
             if type(self._socket) is not socket.socket:
                 for buffer in waiting:
+                    self._receiver.limit_wait()
                     self._socket.sendall(buffer)
                 return
             lengths = [len(buffer) for buffer in waiting]
             first, num_bytes = 0, sum(lengths)
             while num_bytes:
+                self._receiver.limit_wait()
                 num_sent = self._socket.sendmsg(waiting[first : first + _SEND_BUFFERS])
                 num_bytes -= num_sent
                 while num_sent and num_sent >= lengths[first]:

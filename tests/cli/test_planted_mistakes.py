@@ -126,7 +126,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (TIERED, {"tiers.0": {"type": "valkey"}}, "a valkey tier needs 'url'"),
     (TIERED, {"tiers.0": {"type": "mooncake", "master": "nowhere"}}, "must be 'host:port', got 'now"),
-    (TIERED, {"tiers.0": {"type": "valkey", "url": "valkey://127.0.0.1:1"}}, "127.0.0.1:1 cannot be used"),
+    (TIERED, {"tiers.0": {"type": "valkey", "url": "valkey://127.0.0.1:1"}}, "it cannot be used: 127.0.0.1:1: "),
     (TIERED, {"tiers.0": {"type": "memory"}}, "a memory tier needs 'capacity'"),
     # vLLM.
     (OURS, {f"{EXTRA}.spec_name": "KVCacheSpec"}, "must be 'KVCacheOffloadingSpec', got 'KVCacheSpec'"),

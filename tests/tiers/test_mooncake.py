@@ -387,7 +387,7 @@ def test_master_without_memory_is_no_store(make_store):
     assert "the epoch failed: no space" in MooncakeTier.unavailable_reason(MooncakeOptions(master=store.master))
 
 
-CALLS = [("put_from", "epoch"), ("batch_put_from_multi_buffers", "write"), ("batch_remove", "delete")]
+CALLS = [("put_from", "epoch"), ("batch_put_from_multi_buffers", "write"), ("batch_remove", "remove")]
 
 
 @pytest.mark.parametrize(("call", "reason"), CALLS)

@@ -1,6 +1,10 @@
 """The S3 tier on a server in this process and, as slow tests, on moto's."""
 
+import ast
+import re
+import resource
 import time
+from pathlib import Path
 
 import pytest
 from local_stores import LocalS3
@@ -21,8 +25,7 @@ from stores import (
 )
 
 from kvcache.assembly.assemble import parse_tier
-from kvcache.tiers import s3
-from kvcache.tiers.base import lifecycle
+from kvcache.tiers import s3, s3_wire
 from kvcache.tiers.base.checksum import SEAL_BYTES
 from kvcache.tiers.s3 import S3Options, S3Tier
 from kvcache.tiers.valkey_wire import Channel
@@ -168,40 +171,68 @@ def test_huge_answer_takes_no_memory(local, tier, status, command):
     assert load(tier, KEYS[2:3], 9).done == KEYS[2:3]
 
 
-def test_huge_listing_ends_no_engine(local, tier):
-    private_blocks(tier, local)
+def endless(request):
+    """Send a listing without an end."""
+    request.send_response(200)
+    request.end_headers()
+    while True:
+        request.wfile.write(bytes(1 << 20))
+        request.server.num_sent += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("act", [huge, endless, None])
+def test_deleting_process_has_bounds(local, tier, monkeypatch, act):
+    """Neither what a listing takes nor what remains of an alarm ends an engine or stops its resets."""
+    paths = private_blocks(tier, local)
     local.calls.clear()
-    local.spoil(huge, "LIST")
+    local._server.num_sent = 0
+    if act is None:
+        monkeypatch.setattr(
+            s3, "_DELETE", s3._DELETE.replace("limit_process()", "import signal; signal.raise_signal(14)")
+        )
+    else:
+        local.spoil(act, "LIST")
     tier.reset()
     wait_for_reset(tier)
-    assert local.calls["GET"] > 0
-    assert store(tier, KEYS[:2], 60).done == KEYS[:2]
-
-
-def test_failed_deletion_is_tried_again(local, start, monkeypatch):
-    monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
-    tier = start()
-    paths = private_blocks(tier, local)
-    local.spoil(refusing(500, "InternalError"), "LIST", times=4)
-    tier.reset()
-    wait_for_reset(tier)
-    assert not set(paths) & local.objects.keys()
-
-
-def test_long_deletion_goes_on_later(local, start, monkeypatch):
-    """The private blocks are too many to be deleted in time. They have names that no engine will ask for."""
-    time_s = s3._DELETE_S
-    monkeypatch.setattr(s3, "_DELETE_S", 0.01)
-    tier = start()
-    paths = private_blocks(tier, local)
-    tier.reset()
-    wait_for_reset(tier)
-    assert set(paths) <= local.objects.keys()
-    assert store(tier, KEYS[:2], 60).done == KEYS[:2]
-    monkeypatch.setattr(s3, "_DELETE_S", time_s)
-    assert tier._life.maintain(60)
+    assert (store(tier, KEYS[:2], 60).done, local.calls["GET"]) == (KEYS[:2], 0)
+    until(lambda: tier._life.maintain(60) and tier._deletion is None)
+    assert (tier.stats().undeleted_blocks, set(paths) <= local.objects.keys()) == (5, True)
+    assert ("delete" in tier.stats().last_error, local._server.num_sent < 800) == (act is not None, True)
+    local.heal()
+    monkeypatch.undo()
+    set_credentials(monkeypatch)
+    tier._again_s = 0
+    until(lambda: tier._life.maintain(60) and not tier.stats().undeleted_blocks)
     assert not set(paths) & local.objects.keys()
     assert load(tier, KEYS[:2], 61).done == KEYS[:2]
+
+
+def kept(request):
+    """Answer as a store that deletes nothing for this user."""
+    keys = re.findall(rb"<Key>(.*?)</Key>", request.body)
+    errors = b"".join(b"<Error><Key>%b</Key><Code>AccessDenied</Code></Error>" % key for key in keys)
+    request.reply(200, b"<DeleteResult>%b</DeleteResult>" % errors)
+
+
+def odd_key(request):
+    """List a key that the library refuses."""
+    entry = "<Contents><Key>kvcache//../x</Key><LastModified>x</LastModified><ETag>1</ETag><Size>1</Size></Contents>"
+    request.reply(200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{entry}</ListBucketResult>".encode())
+
+
+@pytest.mark.parametrize(
+    ("act", "command"),
+    [(refusing(status, "Code"), "LIST") for status in (400, 401, 403, 404, 405, 501, 503)]
+    + [(odd_key, "LIST"), (lambda request: request.reply(200, b"no XML"), "LIST"), (kept, "POST")]
+    + [(refusing(status, "Code"), "POST") for status in (403, 405, 500)],
+)
+def test_failed_deletion_is_an_error(local, tier, act, command):
+    """Each of them ends the process, and is the line that `maintain` logs."""
+    store(tier, KEYS[:2])
+    local.spoil(act, command)
+    with pytest.raises(OSError, match="s3://blocks at http://127"):
+        s3.delete_under(S3Options(**local.place), "kvcache/")
 
 
 @pytest.mark.parametrize("status", [201, 202, 206])
@@ -225,24 +256,63 @@ def test_changed_or_moved_object_misses(local, tier):
     assert tier.stats().corrupt_blocks == 2
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ((403, "InvalidAccessKeyId"), "s3://blocks at http://127.0.0.1:.*: InvalidAccessKeyId: as a test wants it"),
-        ((403, "SignatureDoesNotMatch"), "SignatureDoesNotMatch"),
-        ((401, "AccessDenied"), "AccessDenied"),
-        ((404, "NoSuchBucket"), "NoSuchBucket"),
-    ],
-)
-def test_mistake_of_configuration_ends_start(local, start, answer, message):
+REFUSED = "AccessDenied AccountProblem AllAccessDisabled InvalidAccessKeyId InvalidSecurity NotSignedUp"
+REFUSED += " SignatureDoesNotMatch UnauthorizedAccess"
+PASSING = """
+    AccessControlListNotSupported AccessForbidden AccessPointAlreadyOwnedByYou AmbiguousGrantByEmailAddress
+    AuthorizationHeaderMalformed AuthorizationQueryParametersError BadDigest BadRequest BucketAlreadyExists
+    BucketAlreadyOwnedByYou BucketNotEmpty ClientTokenConflict ConditionalRequestConflict
+    ConnectionClosedByRequester CredentialsNotSupported CrossLocationLoggingProhibited DeviceNotActiveError
+    EndpointNotFound EntityTooLarge EntityTooSmall ExpiredToken ExpiredTokenException
+    IllegalLocationConstraintException IllegalVersioningConfigurationException IncompleteBody IncorrectEndpoint
+    InternalError InvalidAccessPoint InvalidArgument InvalidBucket InvalidBucketName InvalidBucketState
+    InvalidDigest InvalidEncryptionAlgorithmError InvalidHostHeader InvalidHttpMethod InvalidLocationConstraint
+    InvalidNamespaceHeader InvalidObjectState InvalidPayer InvalidRange InvalidRegion InvalidRequest
+    InvalidSignature InvalidStorageClass InvalidTag InvalidTargetBucketForLogging InvalidToken InvalidURI
+    KeyTooLongError KMS.DisabledException MalformedACLError MalformedPOSTRequest MalformedXML
+    MaxMessageLengthExceeded MetadataTooLarge MethodNotAllowed MissingAttachment MissingAuthenticationToken
+    MissingContentLength MissingRequestBodyError MissingSecurityElement MissingSecurityHeader
+    MissingUploadObjectWithObjectLockHeaders NoLoggingStatusForKey NoSuchAccessPoint
+    NoSuchPublicAccessBlockConfiguration NotImplemented NotModified ObjectLockConfigurationNotFoundError
+    OperationAborted PermanentRedirect PreconditionFailed Redirect RequestExpired RequestIsNotMultiPartContent
+    RequestLimitExceeded RequestTimeout RequestTimeTooSkewed ServerNotInitialized ServiceUnavailable SlowDown
+    SlowDownRead SlowDownWrite TemporaryRedirect ThrottlingException TokenCodeInvalidError TokenRefreshRequired
+    TooManyRequests UnexpectedContent XMinioServerNotInitialized
+"""
+
+
+def test_every_code_has_one_meaning(local, tier, monkeypatch):
+    """A code means the same with each status; an answer without one refuses no credentials."""
+    moto = pytest.importorskip("moto.s3.exceptions")
+    codes = set(re.findall(r'__init__\(\s*"(\w+)"', Path(moto.__file__).read_text()))
+    assert (s3.REFUSED, codes - set(PASSING.split()) - s3.REFUSED) == (set(REFUSED.split()), set())
+    monkeypatch.setattr(s3_wire, "_BACKOFF_S", 0.0)
+    meanings = dict.fromkeys(PASSING.split(), OSError) | dict.fromkeys(s3.REFUSED, PermissionError)
+    bodies = {f"<Error><Code>{code}</Code></Error>": error for code, error in meanings.items()}
+    bodies["<Error><Code>NoSuchBucket</Code></Error>"] = FileNotFoundError
+    bodies["<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>"] = OSError
+    answers = [(status, *item) for status in (400, 401, 403, 409) for item in bodies.items()]
+    answers += [
+        (status, "<html>AccessDenied</html>", OSError) for status in (301, 307, *range(400, 600)) if status != 404
+    ]
+    for status, body, error in answers:
+        local.spoil(lambda request, status=status, body=body: request.reply(status, body.encode()))
+        with pytest.raises(OSError, match="s3://blocks at http://127") as caught:
+            tier.read_epoch()
+        assert type(caught.value) is error, (status, body)
+
+
+@pytest.mark.parametrize("answer", [(403, "InvalidAccessKeyId"), (401, "AccessDenied"), (404, "NoSuchBucket")])
+def test_mistake_of_configuration_ends_start(local, start, answer):
     local.spoil(refusing(*answer))
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=f"s3://blocks at http://127.0.0.1:.*: {answer[1]}: as a test") as caught:
         start()
-    assert "secret" not in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
+    assert ("secret" in str(caught.value), len(str(caught.value).splitlines())) == (False, 1)
 
 
-@pytest.mark.parametrize("answer", [(403, "RequestTimeTooSkewed"), (503, "SlowDown"), (500, "InternalError")])
+@pytest.mark.parametrize(
+    "answer", [(403, "RequestTimeTooSkewed"), (403, "ExpiredToken"), (503, "SlowDown"), (404, "Odd")]
+)
 def test_passing_fault_is_named_not_fatal(local, start, answer):
     local.spoil(refusing(*answer))
     tier = start()
@@ -251,6 +321,39 @@ def test_passing_fault_is_named_not_fatal(local, start, answer):
     local.heal()
     assert store(tier, KEYS[:2], 8).done
     assert load(tier, KEYS[:2]).done == KEYS[:2]
+
+
+IN_PLACE = "access_key_id secret_access_key session_token region default_region imdsv1_fallback metadata_endpoint"
+IN_PLACE += (
+    " container_credentials_relative_uri container_credentials_full_uri container_authorization_token_file role_arn"
+)
+IN_PLACE += (
+    " role_session_name sts_endpoint web_identity_token_file virtual_hosted_style_request endpoint endpoint_url_s3"
+)
+UNUSED = (
+    "bucket unsigned_payload checksum_algorithm conditional_put copy_if_not_exists disable_tagging disable_bulk_delete"
+)
+
+
+def test_environment_of_library_is_known(local, start, monkeypatch):
+    """Each variable that the library reads is followed by both clients, replaced, of no use to a tier, or refused."""
+    stub = Path(s3.obstore.__file__).with_name("_store") / "_aws.pyi"
+    (config,) = [node for node in ast.parse(stub.read_text()).body if getattr(node, "name", "") == "S3Config"]
+    names = {node.target.id.removeprefix("aws_") for node in config.body if isinstance(node, ast.AnnAssign)}
+    refused = {name.removeprefix("AWS_").lower() for name in s3.NOT_FOLLOWED}
+    assert sorted(names) == sorted([*IN_PLACE.split(), *UNUSED.split(), *refused])
+    for name in s3.NOT_FOLLOWED:
+        monkeypatch.setenv(name, "true")
+        with pytest.raises(ValueError, match=f"do not follow the environment's {name}"):
+            start()
+        monkeypatch.delenv(name)
+    for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.setenv(name, local.endpoint)
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        with pytest.raises(ValueError, match="is not encrypted: to use it, name it as"):
+            S3Tier("blocks", blocks())
+        monkeypatch.delenv(name)
+    assert not local.objects
 
 
 def test_engine_starts_without_server(local, start):
@@ -294,6 +397,32 @@ def test_slow_server_fails_in_time(local, start, command):
         assert result.error.startswith("OSError: s3://blocks")
     assert time.monotonic() - start_s < 60
     assert tier.stats().io_errors == 1
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_missing_descriptors_log_one_line(local, start, caplog, capfd, is_open):
+    store(start(), KEYS[:4])
+    tier = start()
+    if not is_open:
+        # As after a start without them.
+        tier._query_loop.end()
+        tier._query_loop = None
+    # Connections that are kept would need none.
+    local.kill()
+    local.start()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert tier._life.maintain(60)
+        for number in range(20):
+            assert not tier.lookup([b"%d" % number])
+            until(lambda: tier.get_finished() == [] and not tier._life.catalog._existence._asked)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (len(caplog.records), *capfd.readouterr()) == (1, "", "")
+    assert tier.stats().io_errors >= 1
+    assert tier._life.maintain(60)
+    assert found(tier, KEYS[:4]) == 4
 
 
 def test_cut_answers_fill_no_block(local, tier):
@@ -340,31 +469,24 @@ def private_blocks(tier, local):
     return [path_of(tier, key) for key in KEYS[:5]]
 
 
-def test_reset_deletes_private_blocks(local, tier):
+def test_reset_deletes_private_blocks(local, tier, tmp_path, monkeypatch):
     store(tier, KEYS[:3])
     paths = private_blocks(tier, local)
     foreign = {"kvcache": b"", f"{paths[0].rpartition('/')[0]}2/{KEYS[0].hex()}": b"another epoch's"}
     local.objects.update(foreign)
+    # The listing may hide a name that is there.
+    hidden = local.objects.pop(paths[0])
     before = local.objects.keys() - set(paths)
+    # A module of a directory in which anybody may write.
+    (tmp_path / "json.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     tier.reset()
     wait_for_reset(tier)
-    assert local.objects.keys() == before
-
-
-@pytest.mark.parametrize("answer", [(403, "AccessDenied"), None])
-def test_reset_without_deletion_still_ends(local, tier, answer):
-    paths = private_blocks(tier, local)
-    # Either nothing may be deleted, or the listing shows names that have gone and hides those that are there.
-    if answer is None:
-        hidden = {path: local.objects.pop(path) for path in paths[:2]}
-    else:
-        local.spoil(refusing(*answer), "POST")
-    tier.reset()
-    wait_for_reset(tier)
-    if answer is None:
-        local.objects.update(hidden)
+    until(lambda: tier._life.maintain(60) and not tier.stats().undeleted_blocks)
+    assert (local.objects.keys(), tier.stats().io_errors) == (before, 0)
+    local.objects[paths[0]] = hidden
     assert found(tier, KEYS[:5]) == 0
-    assert set(paths) & local.objects.keys() == set(paths if answer else paths[:2])
 
 
 def test_corrupt_block_without_permission_stays(local, tier):
@@ -443,7 +565,7 @@ def test_check_leaves_nothing_behind(server):
     [
         (refusing(403, "AccessDenied"), (), "AccessDenied"),
         (refusing(403, "AccessDenied"), ["PUT"], "AccessDenied"),
-        (refusing(403, "AccessDenied"), ["DELETE"], "does not delete names"),
+        (refusing(403, "AccessDenied"), ["DELETE"], "AccessDenied"),
         (refusing(403, "RequestTimeTooSkewed"), (), "RequestTimeTooSkewed"),
         (refusing(404, "NoSuchBucket"), (), "NoSuchBucket"),
         (busy, (), "SlowDown"),

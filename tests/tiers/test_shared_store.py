@@ -6,11 +6,13 @@ import time
 from multiprocessing import Manager
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
-from stores import KEYS, StoreContract, blocks, found, load, store, until, wait_for_reset
+from stores import KEYS, Clock, StoreContract, blocks, found, load, store, until, wait_for_reset
 
-from kvcache.tiers.base import lifecycle
+from kvcache.tiers import shared_store
+from kvcache.tiers.base.checksum import SEAL_BYTES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "tier.md"
 
@@ -98,10 +100,12 @@ def test_reset_deletes_left_private_epoch_only(open_engine, values):
     store(first, KEYS[:3])
     assert len(values) == 1 + 4 + 3
     reset_all([first], "v7")
+    assert (first.stats().undeleted_blocks, first._life.maintain(60), first.stats().undeleted_blocks) == (3, True, 0)
     assert (len(values), found(second, KEYS[:4])) == (1 + 4, 4)
     store(first, KEYS[:2])
     reset_all([first], "v8")
     reset_all([second], "v7")
+    assert first._life.maintain(60)
     assert (len(values), found(second, KEYS[:4])) == (1 + 4 + 2, 2)
 
 
@@ -142,7 +146,8 @@ def test_store_overtaken_by_reset_is_refused(open_engine, values, monkeypatch):
         old = self.epoch
         self.reset(8)
         # The reset has deleted the old names before these are written.
-        until(lambda: self.epoch != old and not self._left)
+        until(lambda: self.epoch != old)
+        assert self._life.maintain(60)
         outcomes = put_values(self, names, batch, seal)
         assert set(names) <= values.keys()
         return outcomes
@@ -168,34 +173,59 @@ def test_old_block_gets_no_new_name(open_engine, monkeypatch):
     assert (sorted(store(engine, KEYS[:2]).failed), put) == (KEYS[:2], [])
 
 
-def test_failed_reset_is_tried_again(open_engine, values, monkeypatch):
-    monkeypatch.setattr(lifecycle, "RETRY_S", 0.01)
+@pytest.mark.parametrize("error", [OSError, PermissionError, ValueError, MemoryError])
+def test_failed_deletion_waits_ever_longer(open_engine, values, monkeypatch, caplog, error):
+    """An engine serves as before; one epoch that cannot be deleted does not keep the others, and is counted."""
+    clock, tries, delete_older = Clock(), [], DictStoreTier.delete_older
+    monkeypatch.setattr(shared_store, "time", SimpleNamespace(monotonic=clock))
     engine = open_engine()
     reset_all([engine], None)
-    store(engine, KEYS[:4])
-    deleted, delete_older = [], DictStoreTier.delete_older
+    odd = engine.epoch.encode()
+    assert store(engine, KEYS[:4]).failed == []
 
     def fail(self, prefix):
-        deleted.append(prefix)
-        if self.version == 8:
-            raise OSError("not now")
+        tries.append(clock.now_s)
+        if odd in prefix:
+            raise error("not now")
         delete_older(self, prefix)
 
     monkeypatch.setattr(DictStoreTier, "delete_older", fail)
-    engine.reset(8)
-    until(lambda: len(deleted) > 4)
-    assert len(set(deleted)) == 1
-    # Nor does the next reset forget the blocks.
-    reset_all([engine], 9)
-    assert list(values) == [engine.epoch_name]
+    reset_all([engine], None)
+    store(engine, KEYS[:2])
+    reset_all([engine], "v7")
+    assert (store(engine, KEYS[:3]).failed, load(engine, KEYS[:3]).done, tries) == ([], KEYS[:3], [])
+    for _ in range(9):
+        assert engine._life.maintain(60)
+        clock.now_s += 5
+    # The other epoch's turn comes with the second try, whose success ends the pauses.
+    assert (tries, engine.stats().undeleted_blocks) == ([100, 110, 110, 120, 140], 4)
+    assert len([name for name in values if odd in name]) == 4
+    assert (len(caplog.records), engine.stats().io_errors) == (1, 4)
+    assert load(engine, KEYS[:3], 7).done == KEYS[:3]
+
+
+def test_failed_deletion_spoils_no_batch(open_engine, values, monkeypatch):
+    engine = open_engine(max_batch_blocks=64)
+    store(engine, KEYS[:4])
+    bad = engine.store_name(KEYS[1])
+    values[bad] = bytes(SEAL_BYTES + engine.block_bytes)
+    monkeypatch.setattr(DictStoreTier, "delete_values", lambda *_: 1 / 0)
+    result = load(engine, KEYS[:4])
+    assert (sorted(result.done), result.failed, result.error) == ([KEYS[0], *KEYS[2:4]], KEYS[1:2], "")
+    # It is there, and overwritten all the same.
+    assert (bad in values, store(engine, KEYS[:2], 7).done) == (True, [KEYS[1]])
+    assert load(engine, KEYS[:4], 8).done == KEYS[:4]
 
 
 def test_reset_needs_no_store(open_engine, monkeypatch):
     engine = open_engine()
+    reset_all([engine], None)
     store(engine, KEYS[:4])
-    monkeypatch.setattr(DictStoreTier, "connect", lambda self: 1 / 0)
-    reset_all([engine], 8)
+    for name in ("connect", "read_epoch", "announce_epoch", "delete_older", "delete_values"):
+        monkeypatch.setattr(DictStoreTier, name, lambda *_: 1 / 0)
+    reset_all([engine, engine], None, 8)
     assert found(engine, KEYS[:4]) == 0
+    assert store(engine, KEYS[:4]).failed == []
 
 
 @pytest.mark.parametrize("salt", ["", "secret"])

@@ -1,6 +1,8 @@
 """The Valkey tier on a server in this process and, as slow tests, on real ones."""
 
+import importlib
 import io
+import json
 import shlex
 import shutil
 import socket
@@ -8,7 +10,9 @@ import struct
 import subprocess
 import time
 from contextlib import suppress
+from itertools import count
 from threading import Event, Thread
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -40,6 +44,7 @@ from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyOptions, ValkeyTier, c
 from kvcache.tiers.valkey_wire import Channel, WireError
 
 BLOCK_BYTES = 4096
+DOCUMENTED = "~kvcache:* +get +set +exists +touch +pexpire +unlink +scan +cluster|slots +command"
 
 
 @pytest.fixture
@@ -230,6 +235,25 @@ def test_deadline_is_of_batch_or_answer(monkeypatch):
                 use()
 
 
+@pytest.mark.parametrize("use", ["read_count", "send"])
+def test_stall_near_deadline_adds_nothing(monkeypatch, use):
+    clock, calls = Clock(), count()
+    monkeypatch.setattr(valkey_wire, "time", SimpleNamespace(monotonic=clock))
+
+    def move(data):
+        # One byte a moment before the limit, and then none.
+        if next(calls):
+            clock.now_s += end.settimeout.call_args.args[0]
+            raise TimeoutError
+        clock.now_s += 4.5
+        return 1
+
+    end = Mock(recv_into=move, sendall=move)
+    with pytest.raises(WireError, match="for 5 s" if use == "send" else "than 5 s"):
+        Channel(end, 5.0).send([b"x", b"y"]) if use == "send" else Channel(end, 5.0).read_count()
+    assert clock.now_s == 105.0
+
+
 def test_damaged_values_are_deleted_misses(server, client, opened):
     tier = open_tier(opened, server.url)
     store(tier, KEYS[:8])
@@ -277,7 +301,7 @@ def test_restarted_server_gets_epoch_back(server, opened):
 
 
 def test_long_deletion_goes_on_later(local, opened, monkeypatch):
-    """A large server: a reset waits for a part of its scan only, and the next one does not end the deletion."""
+    """A large server: maintenance takes a part of its scan only, and a later reset does not end the deletion."""
     monkeypatch.setattr(valkey, "_DELETE_S", 0)
     tier = open_tier(opened, local.url)
     others = {b"other:%d" % i: b"" for i in range(4500)}
@@ -290,12 +314,31 @@ def test_long_deletion_goes_on_later(local, opened, monkeypatch):
     assert len(private) == 2 * len(KEYS)
     tier.reset("v8")
     wait_for_reset(tier)
-    assert local.calls[b"SCAN"] == 2
+    assert local.calls[b"SCAN"] == 0
     store(tier, KEYS, 2)
     for _ in range(10):
         tier._life.maintain(60)
     assert local.values.keys() == others.keys() | {tier.epoch_name, *map(tier.store_name, KEYS)}
     assert local.calls[b"SCAN"] == 2 * 5
+
+
+def test_stall_of_cluster_ends_job(local_cluster, opened):
+    """A server that stops costs a job one time limit; the next job follows the cluster."""
+    tier, asked, is_over = (
+        open_tier(opened, local_cluster[0].url, cluster=True, timeout_s=0.5, num_threads=1),
+        [],
+        Event(),
+    )
+    store(tier, KEYS)
+    third = local_cluster[2]
+    third.intercept = lambda command: asked.append(command) or (is_over.wait() and None)
+    keys = [key for key in KEYS if tier.store_name(key) in third.values][:1]
+    assert "took more than 0.5 s" in load(tier, keys).error
+    assert len(asked) == 1
+    local_cluster[1].slots, third.slots = range(5462, NUM_SLOTS), range(0)
+    result = load(tier, keys, job_id=3)
+    assert (result.failed, result.error) == (keys, "")
+    is_over.set()
 
 
 @pytest.mark.parametrize("salt", ["", "0123456789abcdef"])
@@ -371,6 +414,82 @@ def test_late_server_is_used(server, opened):
     store_until_done(tier, KEYS[:2])
 
 
+PASSING = """
+    ValkeyError ConnectionError TimeoutError BusyLoadingError InvalidResponse ResponseError DataError PubSubError
+    WatchError NoScriptError OutOfMemoryError ExecAbortError ReadOnlyError NoPermissionError ModuleError LockError
+    LockNotOwnedError ChildDeadlockedError ValkeyClusterException ClusterError ClusterDownError AskError
+    TryAgainError ClusterCrossSlotError MovedError MasterDownError SlotNotCoveredError MaxConnectionsError
+    MasterNotFoundError SlaveNotFoundError
+"""
+
+
+def errors_of_client():
+    """Return the exceptions that the client's package defines, by name."""
+    modules = [
+        importlib.import_module(f"valkey.{name}") for name in ("exceptions", "sentinel", "cluster", "client", "lock")
+    ]
+    classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
+    return {cls.__name__: cls for cls in classes if issubclass(cls, Exception) and cls.__module__.startswith("valkey")}
+
+
+def test_every_error_of_client_is_known(opened, monkeypatch):
+    """Refused credentials end a start, also if a cluster's client wraps them. After the others, an engine starts."""
+    errors, refused = errors_of_client(), {cls.__name__ for cls in valkey.REFUSED}
+    assert (set(errors), refused & set(PASSING.split())) == ({*PASSING.split(), *refused}, set())
+    assert all(issubclass(cls, valkey.CLIENT_ERRORS) for cls in errors.values())
+    for name, cls in errors.items():
+        # Some take a redirection.
+        error = cls("1 host:2")
+        wrapped = errors["ValkeyClusterException"]("no node")
+        wrapped.__cause__ = error
+        for raised in (error, wrapped):
+            monkeypatch.setattr(valkey, "_client_of", Mock(side_effect=raised))
+            assert "cannot be used" in ValkeyTier.unavailable_reason(ValkeyOptions(url="valkey://host"))
+            assert "is unknown" in ValkeyTier.doubt(ValkeyOptions(url="valkey://host"))
+            if name in refused:
+                with pytest.raises(ValueError, match="host refuses the credentials"):
+                    ValkeyTier("valkey://host", blocks())
+            else:
+                assert store(open_tier(opened, "valkey://host"), KEYS[:1]).error.startswith("OSError: host: "), name
+                opened.pop().shutdown()
+
+
+def test_cluster_away_starts_without_tier(make_server, opened, tmp_path, run):
+    options = ("--cluster-config-file", str(tmp_path / "nodes.conf"), "--cluster-port", str(free_port()))
+    one = make_server("--cluster-enabled", "yes", *options)
+    for url in (make_server().url, one.url, f"valkey://127.0.0.1:{free_port()}"):
+        tier = open_tier(opened, url, cluster=True, timeout_s=1.0)
+        assert store(tier, KEYS[:1]).error.startswith("OSError: 127.0.0.1:")
+        config = tmp_path / "config.json"
+        entries = [{"type": "valkey", "url": url, "cluster": True}, {"type": "memory", "capacity": "1MiB"}]
+        config.write_text(json.dumps({"spec_name": "tiering", "cpu_bytes_to_use": "1MiB", "tiers": entries}))
+        code, out, err = run("check", str(config))
+        assert (code, "cannot be used" in out, "memory" in out, "fault of kvcache" in err) == (1, True, True, False)
+    # It has all slots now. A user of the documented commands has blocks there.
+    admin = Valkey(port=one.port)
+    admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+    wait_for_sign([admin], b"cluster_state:ok")
+    for rules in (DOCUMENTED, DOCUMENTED.replace("+scan", "")):
+        admin.execute_command("ACL", "SETUSER", "engine", "reset", "on", ">sesame", *rules.split())
+        url = f"valkey://engine:sesame@127.0.0.1:{one.port}"
+        assert ValkeyTier.unavailable_reason(ValkeyOptions(url=url, cluster=True)) == ""
+        tier = open_tier(opened, url, cluster=True)
+        use_and_reset(tier)
+        assert tier.stats().undeleted_blocks == (0 if "+scan" in rules else 16)
+    with pytest.raises(ValueError, match="refuses the credentials"):
+        open_tier(opened, url.replace("sesame", "open"), cluster=True)
+    admin.close()
+
+
+def use_and_reset(tier):
+    for number in range(3):
+        result = store(tier, KEYS[:8], 10 + number)
+        assert (result.failed, result.error, load(tier, KEYS[:8], 20 + number).done) == ([], "", KEYS[:8])
+        tier.reset()
+        wait_for_reset(tier)
+        assert tier._life.maintain(60)
+
+
 @pytest.fixture
 def local_cluster():
     servers = [LocalValkey() for _ in range(3)]
@@ -438,6 +557,7 @@ def test_cluster_uses_all_its_servers(cluster, opened):
     assert sorted(store(second, KEYS, job_id=3).done) == KEYS
     second.reset()
     wait_for_reset(second)
+    second.maintain()
     assert (found(first, KEYS), sum(sizes_of(cluster))) == (len(KEYS), len(KEYS) + 1), "its private blocks are gone"
 
 
@@ -536,6 +656,7 @@ def test_clear_refuses_clients_and_foreign_prefixes(server, client, run, monkeyp
         ("~kvcache:* +@all -unlink", "no permissions to run the 'unlink' command"),
         ("~kvcache:* +@all -touch", "no permissions to run the 'touch' command"),
         ("~kvcache:* +@all", ""),
+        (DOCUMENTED, ""),
     ],
 )
 def test_check_tries_each_right(make_server, rules, reason):

@@ -113,6 +113,10 @@ class Catalog:
         """Count blocks as absent from now on; return those that were held. Those in `corrupt` until stored again."""
         return []
 
+    def is_bad(self, key: bytes) -> bool:
+        """Return whether the medium may hold a block that could not be read; any thread may ask."""
+        return False
+
     def delete(self, keys: list[bytes]) -> list[bytes]:
         """Count blocks as absent until they are stored again, and evict them first; return those that were held."""
         return self.forget(keys, keys)
@@ -384,6 +388,9 @@ class RemoteCatalog(Catalog):
     def begin_load(self, keys: list[bytes]) -> Placement:
         missed = [key for key in keys if key in self._bad]
         return Placement([key for key in keys if key not in self._bad], None, None, missed, [])
+
+    def is_bad(self, key: bytes) -> bool:
+        return key in self._bad
 
     def forget(self, lost: list[bytes], corrupt: Sequence[bytes] = ()) -> list[bytes]:
         now_s = time.monotonic()

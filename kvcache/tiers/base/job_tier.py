@@ -150,6 +150,10 @@ class JobTier(Medium, Tier):
         """Find, store and load nothing, for this `reason`; empty: work again."""
         self._life.outage = reason
 
+    def is_bad(self, key: bytes) -> bool:
+        """Return whether a medium with an index holds a block that could not be read: it must be overwritten."""
+        return self._life.catalog.is_bad(key)
+
     @property
     def generation(self) -> int:
         """Number of resets since the tier was made."""

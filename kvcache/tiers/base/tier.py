@@ -107,6 +107,9 @@ class TierStats:
     left_blocks: int = gauge(
         "blocks", "Blocks that the budget of writes covers now.", exported="write_budget_blocks", is_sized=True
     )
+    undeleted_blocks: int = gauge(
+        "blocks", "About so many blocks of weights that a reset has replaced are in a store and not deleted yet."
+    )
     last_error: str = ""
     unavailable_reason: str = flag(
         "Whether the tier fails, or its reads or writes are paused after failures.", exported="unavailable"
