@@ -97,8 +97,12 @@ def _parse_tiers(name: str, value: Any) -> tuple[TierSettings, ...]:
 
 def parse_tier(entry: Mapping[str, Any] | TierSettings) -> TierSettings:
     """Parse an entry of ``tiers``: its ``type`` (a name, a class or a path), the options of `TierConfig`, its own."""
-    if isinstance(entry, TierSettings):
-        return entry
+    # The errors of `run_all` show no keys.
+    settings: TierSettings = entry if isinstance(entry, TierSettings) else run_all([partial(_parse_entry, entry)])[0]
+    return settings
+
+
+def _parse_entry(entry: Mapping[str, Any]) -> TierSettings:
     choice, options = _choice_of(entry, TIERS, "a tier")
     if options.get("arbiter") is None and TIERS.resolve(choice).uses_arbiter:
         options["arbiter"] = True

@@ -1,8 +1,10 @@
 """The codec aes_gcm: content that it hides, codes that it refuses, and keys that are rotated, wrong or unreadable."""
 
+import json
 import multiprocessing
 import os
 import struct
+import traceback
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from kvcache.assembly.assemble import parse_tier
 from kvcache.testing.tier_contract import TierContract
 from kvcache.tiers.codecs.aes_gcm import KEYS_VARIABLE, AesGcmCodec
 from kvcache.tiers.memory import MemoryTier
+from kvcache.tiers.s3 import S3Options, _store_of
 
 BLOCK_BYTES = 4096
 KEYS = [bytes([number]) * 36 for number in range(1, 9)]
@@ -91,15 +94,21 @@ class Engine:
 
 
 @pytest.fixture(params=["disk", "valkey", "s3"])
-def place(request, tmp_path, monkeypatch):
-    """An entry of `tiers`, without its codec."""
-    if request.param == "disk":
-        yield {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}
-        return
+def server(request, monkeypatch):
+    """The server of a tier, None for a disk."""
     set_credentials(monkeypatch)
-    server = LocalS3("blocks") if request.param == "s3" else LocalValkey()
-    yield {"type": request.param, **(server.place if request.param == "s3" else {"url": server.url})}
-    server.kill()
+    server = {"disk": lambda: None, "valkey": LocalValkey, "s3": lambda: LocalS3("blocks")}[request.param]()
+    yield server
+    if server is not None:
+        server.kill()
+
+
+@pytest.fixture
+def place(server, tmp_path):
+    """An entry of `tiers`, without its codec."""
+    if server is None:
+        return {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1MiB"}
+    return {"type": "s3", **server.place} if isinstance(server, LocalS3) else {"type": "valkey", "url": server.url}
 
 
 @pytest.fixture
@@ -126,6 +135,22 @@ def test_wrong_key_is_a_counted_miss(start, monkeypatch):
         assert (engine.tier.stats().corrupt_blocks, engine.tier.stats().loaded_blocks) == (len(KEYS), 0)
     monkeypatch.setenv(KEYS_VARIABLE, OLD)
     assert start().load(KEYS) == KEYS
+
+
+def test_undecodable_blocks_are_overwritten(start, place, server, monkeypatch):
+    """A retired key, and one id with other bytes: blocks heal at the next start, and no name is ever deleted."""
+    start().store(KEYS)
+    for line in (NEW, f"new-2026.1 {'1f' * 32}"):
+        monkeypatch.setenv(KEYS_VARIABLE, line)
+        engine = start()
+        assert (found(engine.tier, KEYS), engine.load(KEYS)) == (len(KEYS), [])
+        result = engine.store(KEYS, 3)
+        assert (sorted(result.done), result.failed) == (KEYS, [])
+        assert (engine.load(KEYS, 4), start().load(KEYS)) == (KEYS, KEYS)
+    # What it can decode is not sent again.
+    if place["type"] != "disk":
+        assert (engine.store(KEYS, 5).done, engine.tier.stats().stored_blocks) == ([], len(KEYS))
+        assert (server.calls["DELETE"], server.calls[b"UNLINK"]) == (0, 0)
 
 
 def test_rotation_keeps_blocks(start, monkeypatch):
@@ -226,7 +251,7 @@ def test_forked_processes_share_no_nonce(num_blocks):
         ("ab" * 32, "line 1 of the environment's KVCACHE_AES_KEYS must be 'ID KEY'"),
         (f"{OLD}\nnew {'ab' * 31}", "line 2 of .* must be 'ID KEY', where KEY is 64 hexadecimal digits"),
         (f"an-id-of-17-bytes {'ab' * 32}", "line 1 of"),
-        (f"{OLD},{OLD}", "line 2 of .* has the id old of another line"),
+        (f"{OLD},{OLD}", "line 2 of .* has the id of another line"),
     ],
 )
 def test_bad_keys_are_named_unseen(monkeypatch, text, message):
@@ -251,9 +276,55 @@ def test_bad_key_file_names_itself(tmp_path, content, message):
     assert bytes(encode(AesGcmCodec(16, str(path)), b"", bytes(16)))[:16] == b"new-2026.1".ljust(16, b"\0")
 
 
-def test_key_in_configuration_is_never_shown():
-    secret = "ab" * 32
-    for codec in ({"key_file": secret}, {"key": secret}, {"key_file": secret, "unknown": 1}):
-        with pytest.raises(ValueError, match=r"absolute path of a file|unknown options of codec") as caught:
-            parse_tier({"type": "memory", "capacity": "1MiB", "codec": {"type": "aes_gcm", **codec}})
-        assert secret not in str(caught.value)
+def test_unusual_key_files_are_refused(tmp_path):
+    path, named = tmp_path / "keys", tmp_path / "another"
+    path.write_text(NEW)
+    path.chmod(0o666)
+    os.mkfifo(named)
+    (tmp_path / "long").write_text(f"{NEW}\n" * 4000)
+    for file, message in (
+        (path, "its mode is 0666, so all users may write to it"),
+        (named, "it is not a regular file"),
+        ("/dev/zero", "it is not a regular file"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "long", "it is longer than 65536 bytes"),
+        (f"/{'ab' * 32}", r"key_file /\*\*\* of codec aes_gcm cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AesGcmCodec(16, str(file))
+    for file in (named, "/dev/zero"):
+        with pytest.raises(ValueError, match="it is not a regular file"):
+            _store_of(S3Options(bucket="blocks", ca_file=str(file)))
+    for mode, doubt in ((0o600, ""), (0o640, ""), (0o644, "mode 0644: others"), (0o660, "mode 0660: others")):
+        path.chmod(mode)
+        codec = parse_tier({"type": "memory", "capacity": "1MiB", "codec": {"type": "aes_gcm", "key_file": str(path)}})
+        found_doubt = codec.options.codec.doubt()
+        assert doubt in found_doubt if doubt else found_doubt == ""
+
+
+HEX = "0f1e2d3c4b5a6978" * 4
+MISPLACED = [
+    *({"key_file": value} for value in ("KEY", "/KEY", "/tmp/KEY", "old KEY", ["KEY"], {"a": "KEY"}, "\udcffKEY")),
+    *({"key": "KEY"}, {"KEY": 1}, {"codec": "KEY"}, {"codec": {"type": "KEY"}}, {"codec": {"KEY": 1}}, {"type": "KEY"}),
+    *({"codec": {"type": "zstd", "level": "KEY"}}, {"codec": {"type": "zstd", "KEY": 1}}, {"type": "m.n:KEY"}),
+]
+
+
+@pytest.mark.parametrize("key", [HEX, HEX[:32], f"old {HEX}", "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="])
+def test_misplaced_key_is_never_shown(monkeypatch, key):
+    tier = {"type": "memory", "capacity": "1MiB"}
+    entries = [tier | {"codec": {"type": "aes_gcm"} | codec} for codec in MISPLACED]
+    entries += [tier | {"codec": value} for value in ("KEY", ["KEY"], {"key": "KEY"})]
+    entries += [tier | part for part in ({"KEY": 1}, {"capacity": "KEY"}, {"type": "KEY"}, {"type": "KEY:KEY"})]
+    entries += [{"codec": {"type": "aes_gcm"}, "key_file": "KEY"}]
+    for entry in entries:
+        with pytest.raises(ValueError, match=r"codec|key_file|type|unknown|capacity|tier") as caught:
+            parse_tier(json.loads(json.dumps(entry).replace("KEY", key)))
+        assert key.split()[-1] not in "".join(traceback.format_exception(caught.value))
+    key = key.split()[-1]
+    for text in (key, f"{key} id", f"{HEX[:16]} {HEX},{HEX[:16]} {HEX}", f"id {key} x", f"id:{key}"):
+        monkeypatch.setenv(KEYS_VARIABLE, text)
+        with pytest.raises(ValueError, match=r"line \d of the environment's") as caught:
+            AesGcmCodec(16)
+        assert HEX[:16] not in str(caught.value)
+        assert key not in str(caught.value)

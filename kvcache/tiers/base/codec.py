@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvcache.options import Component, Configurable
+from kvcache.options import Component, Configurable, OptionError
 from kvcache.registry import CODECS
 from kvcache.tiers.base.tier import checked_host_blocks
 
@@ -94,7 +94,7 @@ def parse_codec(name: str, value: object) -> Component:
     if isinstance(value, Component):
         return value
     if not isinstance(value, Mapping) or "type" not in value:
-        raise ValueError(f"{name} must be a dict with a type, one of {', '.join(CODECS.names())}, got {value!r}")
+        raise OptionError(f"{name} must be a dict with a type, one of {', '.join(CODECS.names())}, got {value!r}")
     options = {option: text for option, text in value.items() if option != "type"}
     codec = Component.parse(CODECS.resolve(value["type"]), options)
     # Its constructor checks the ranges of its options.

@@ -8,6 +8,7 @@ name is refused.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError("the aes_gcm codec needs a package: install kvcache's extra 'cryptography'") from error
 
-from kvcache.options import Component, Options, option
+from kvcache.options import Component, Options, hide_keys, option, read_small_file
 from kvcache.tiers.base.codec import Codec, parse_codec
 
 KEYS_VARIABLE = "KVCACHE_AES_KEYS"
@@ -31,6 +32,7 @@ _KEY_BYTES = 32
 _ID_BYTES = 16
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
+_MAX_FILE_BYTES = 1 << 16
 _HEAD_BYTES = _ID_BYTES + _NONCE_BYTES
 _LINE = re.compile(r"([A-Za-z0-9._-]{1,16})\s+([0-9a-fA-F]{64})")
 
@@ -84,6 +86,12 @@ class AesGcmCodec(Codec):
         self.is_lossy = self._inner is not None and self._inner.is_lossy
         self._plain_bytes = block_bytes if self._inner is None else self._inner.max_bytes
 
+    @classmethod
+    def doubt(cls, options: AesGcmOptions) -> str:
+        if options.key_file and (mode := Path(options.key_file).stat().st_mode & 0o777) & 0o024:
+            return f"key_file {options.key_file} has the mode {mode:04o}: others may read the keys, or write to it"
+        return "" if options.codec is None else options.codec.doubt()
+
     @property
     def max_bytes(self) -> int:
         return _HEAD_BYTES + self._plain_bytes + _TAG_BYTES
@@ -132,10 +140,12 @@ class AesGcmCodec(Codec):
 
 def _read_keys(key_file: str | None) -> dict[bytes, bytes]:
     """Return the master keys by their ids, the one that encrypts first."""
-    source = f"key_file {key_file}" if key_file else f"the environment's {KEYS_VARIABLE}"
+    source = hide_keys(f"key_file {key_file}") if key_file else f"the environment's {KEYS_VARIABLE}"
     try:
-        text = Path(key_file).read_text(encoding="utf-8") if key_file else os.environ.get(KEYS_VARIABLE, "")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_small_file(key_file, _MAX_FILE_BYTES).decode() if key_file else os.environ.get(KEYS_VARIABLE, "")
+        if key_file and (mode := Path(key_file).stat().st_mode & 0o777) & 0o002:
+            raise OSError(errno.EPERM, f"its mode is {mode:04o}, so all users may write to it")
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(f"{source} of codec aes_gcm cannot be read: {reason}") from None
     keys: dict[bytes, bytes] = {}
@@ -148,7 +158,7 @@ def _read_keys(key_file: str | None) -> dict[bytes, bytes]:
             raise ValueError(f"line {number} of {source} must be 'ID KEY', where KEY is 64 hexadecimal digits")
         key_id = match[1].encode().ljust(_ID_BYTES, b"\0")
         if key_id in keys:
-            raise ValueError(f"line {number} of {source} has the id {match[1]} of another line")
+            raise ValueError(f"line {number} of {source} has the id of another line")
         keys[key_id] = bytes.fromhex(match[2])
     if not keys:
         raise ValueError(f"codec aes_gcm needs a master key: name a key_file, or set {KEYS_VARIABLE}; got none")
