@@ -87,7 +87,7 @@ def test_read_settings_reads_tiers(tmp_path):
 
 @pytest.mark.usefixtures("disk_tier")
 def test_blocks_per_rank_refuses_pipeline_tiers():
-    settings = read_settings({"cpu_bytes_to_use": 1000, "tiers": [DISK]})
+    settings = read_settings({"cpu_bytes_to_use": 40_960, "tiers": [DISK]})
     assert (blocks_per_rank(settings, 1, 100), blocks_per_rank(settings, 2, 100)) == (10, 5)
     with pytest.raises(ValueError, match=r"'tiers' under vLLM are for tensor parallelism, .* a pipeline of 2 stages"):
         blocks_per_rank(settings, 2, 100, 2)
