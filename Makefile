@@ -75,7 +75,7 @@ $(VENV)/extra-%.stamp: pyproject.toml $(VENV)/package.stamp
 
 demo: $(VENV)/extra-cli,disk,plot,transformers.stamp
 	$(BIN)/kvcache demo
-	$(BIN)/kvcache chat-demo --plot build/chat-demo.png
+	$(BIN)/kvcache chat-demo --save build/chat-demo.png
 
 test: $(VENV)/extra-test.stamp
 	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_MAX_TEST_CPU_S=20 $(PYTEST) --hypothesis-profile=few -m 'not slow and not other_policy'

@@ -41,7 +41,7 @@ BAD = [
     ("fleet TRACE --engines 2 --memory 1TiB", "--memory needs the size of a block, got '1TiB' alone"),
     ("fleet TRACE --engines 2 --store 1TiB", "--store needs the size of a block, got '1TiB'"),
     ("fleet TRACE --engines 2 --store 1B --model 2", "--store must hold at least one block of 1024 bytes, got '1B'"),
-    ("fleet TRACE --engines 2 --plot missing/out.png", "--plot cannot be written: 'missing/out.png'"),
+    ("fleet TRACE --engines 2 --plot missing/out.png", "--save cannot be written: 'missing/out.png'"),
     ("fleet TRACE --engines 2 --copies 0", "--copies must be a whole number >= 1"),
     ("fleet TRACE --engines 2 --copies 1@0%", "--copies must be N@BUSY with a share above 0"),
     ("fleet TRACE --engines 2 --blocks 9@1GB/s", "--blocks with a rate needs the size of a block"),
@@ -51,7 +51,7 @@ BAD = [
     ),
     ("fleet TRACE --engines 2 --server 5GB/s,1k,0", "--server must be a whole number >= 1"),
     ("fleet TRACE --engines 1B --blocks 1k", "a fleet of 1,000,000,000 engines of 1,000"),
-    ("fleet TRACE --engines 2 --plot x.html", "--plot of a fleet must end in .png or .svg"),
+    ("fleet TRACE --engines 2 --plot x.html", "--save of a fleet must end in .png or .svg"),
     ("plan TRACE --policy lru,,min", "unknown policy '', known ones: lru"),
     ("plan TRACE --save out.pdf", "--save must end in .csv, .png, .svg, .html, got 'out.pdf'"),
     ("plan TRACE --save missing/out.csv", "--save cannot be written: 'missing/out.csv'"),
@@ -128,7 +128,7 @@ BAD_CHAT = [
     ("chat-demo --turns 0", "--turns must be >= 1, got 0"),
     ("chat-demo --seed -1", "--seed must be >= 0, got -1"),
     ("chat-demo --policy lro", "unknown policy 'lro'"),
-    ("chat-demo --plot missing/chat.png", "--plot cannot be written: 'missing/chat.png'"),
+    ("chat-demo --plot missing/chat.png", "--save cannot be written: 'missing/chat.png'"),
 ]
 
 

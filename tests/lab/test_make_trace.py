@@ -5,13 +5,15 @@ import json
 import os
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.lab.traces.make import chained_ids, make_trace
-from kvcache.lab.traces.requests import TraceError
+from kvcache.lab.traces.make import make_trace
+from kvcache.lab.traces.requests import ReadOptions, TraceError
 from kvcache.lab.traces.trace import Trace
+from kvcache.lab.traces.turns import chain
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -23,8 +25,13 @@ def write_lines(path, records):
 
 def lines_made(log, block_size=4, **options):
     lines = []
-    make_trace(log, lines.append, block_size, **options)
+    with Trace(log, ReadOptions(replayed=block_size, **options)) as trace:
+        make_trace(trace, lines.append)
     return [json.loads(line) for line in lines]
+
+
+def chained_ids(tokens, block_size):
+    return chain(np.fromiter(tokens, "<i4"), block_size)[0]
 
 
 def test_prompts_share_ids_of_prefix_alone(tmp_path, run):
@@ -37,7 +44,11 @@ def test_prompts_share_ids_of_prefix_alone(tmp_path, run):
         ],
     )
     status, out, _ = run("trace", "make", log, tmp_path / "trace.jsonl", "--block-size", 4)
-    assert (status, out) == (0, "3 requests, 7 blocks of 4 tokens\n")
+    fields = "`prompt_token_ids` (1) or `prompt` (1) or `token_ids` (1)"
+    assert (status, out) == (
+        0,
+        f"3 requests, prompts of {fields}, over 3 s\n3 requests, 7 blocks of 4 tokens\n",
+    )
     with Trace(tmp_path / "trace.jsonl") as trace:
         assert (trace.format, trace.block_size) == ("mooncake", 4)
         one, two, three = trace
@@ -113,10 +124,10 @@ def test_late_requests_are_sorted(tmp_path, run):
     [
         ({"prompt": "text"}, "--tokenizer NAME"),
         ({"token_ids": [1, -2]}, "token_ids must be ints in 0..2**31-1, got -2"),
-        ({"token_ids": [1], "time": "soon"}, "time must be a number or ISO 8601, got 'soon'"),
-        ({"token_ids": [1], "time": True}, "time must be a number or ISO 8601, got true"),
+        ({"token_ids": [1], "time": "soon"}, "time must be a number in 0..1e20 or ISO 8601, got 'soon'"),
+        ({"token_ids": [1], "time": True}, "time must be a number in 0..1e20 or ISO 8601, got true"),
         ({"token_ids": [1], "output_length": -1}, "output_length must be an int >= 0, got -1"),
-        ({"hash_ids": [1]}, "this is a trace already"),
+        ({"hash_ids": [1]}, "hash_ids: this is a trace"),
         ({"query": "text"}, "has 'query'"),
         ([1], "must be a JSON object, got [1]"),
     ],
@@ -125,7 +136,7 @@ def test_bad_record_leaves_no_file(tmp_path, run, record, message):
     log = write_lines(tmp_path / "log.jsonl", [{"token_ids": [1]}, record])
     status, _, err = run("trace", "make", log, tmp_path / "trace.jsonl")
     assert status == 2
-    assert f"{log}: record 2: " in err
+    assert f"{log}:2: " in err
     assert message in err
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
     assert len(lines_made(log, skip_bad=True)) == 1
@@ -169,7 +180,7 @@ def test_trace_onto_its_log_is_refused(tmp_path, run):
 def test_cut_record_and_empty_log_fail(tmp_path):
     log = tmp_path / "w.oracleGeneral"
     log.write_bytes(b"\0" * 30)
-    with pytest.raises(TraceError, match="record 2: must have 24 bytes, got 6"):
+    with pytest.raises(TraceError, match="oracleGeneral:2: must have 24 bytes, got 6"):
         lines_made(log)
     log.write_bytes(b"")
     with pytest.raises(TraceError, match="holds no request"):
@@ -180,6 +191,6 @@ def test_make_refuses_another_block_size(tmp_path):
     line = {"timestamp": 0, "input_length": 4, "output_length": 0, "hash_ids": [1], "block_size": 4}
     path = write_lines(tmp_path / "trace.jsonl", [line])
     with pytest.raises(TraceError, match="block_size must be the 16 tokens that were given or read, got 4"):
-        Trace(path, 16)
+        Trace(path, ReadOptions(16))
     with pytest.raises(TraceError, match="block_size must be an int >= 1, got '4'"):
         Trace(write_lines(path, [line | {"block_size": "4"}]))

@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
-from collections import OrderedDict
+from datetime import UTC, datetime
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plain_simulation import hits_of, words, write
 
 from kvcache.lab.traces.make import make_trace
-from kvcache.lab.traces.requests import TraceError
+from kvcache.lab.traces.requests import ReadOptions, TraceError
+from kvcache.lab.traces.trace import Trace
 
 pytest.importorskip("typer")
 
 BLOCK = 16
-
-
-def hits_of(prompts, block_size, capacity=None):
-    """Return the blocks of prompts (tokens, in order of arrival) that hit as a leading run, of `capacity` in all.
-
-    Only full blocks are cached, each under all tokens up to its end. A request that names more blocks than fit is not
-    stored.
-    """
-    cache = OrderedDict()
-    num_hits = 0
-    for prompt in prompts:
-        ends = range(block_size, len(prompt) + 1, block_size)
-        blocks = [tuple(prompt[:end]) for end in ends]
-        run = 0
-        while run < len(blocks) and blocks[run] in cache:
-            run += 1
-        num_hits += run
-        # The first block of a prompt is used last, so that a prefix outlives what follows it.
-        for block in reversed([block for block in blocks if block in cache]):
-            cache.move_to_end(block)
-        missing = [block for block in blocks if block not in cache]
-        if capacity is not None and len(blocks) > capacity:
-            continue
-        while capacity is not None and len(cache) + len(missing) > capacity:
-            victim = next(block for block in cache if block not in blocks)
-            del cache[victim]
-        cache.update(dict.fromkeys(missing))
-        for block in reversed(blocks):
-            cache.move_to_end(block)
-    return num_hits
 
 
 def chats(num_chats=20, turns=5, seed=1):
@@ -74,11 +49,6 @@ def trace_lines(rows):
     return lines
 
 
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 ROWS = chats()
 PROMPTS = [tokens for _, _, _, tokens, _ in ROWS]
 LINES = trace_lines(ROWS)
@@ -106,18 +76,13 @@ def made(tmp_path):
 
     def trace(log, **options):
         path = tmp_path / "made.jsonl"
-        with path.open("w") as file:
-            options = {"tokenize": words, **options}
-            trace.facts = make_trace(log, file.write, BLOCK, **options)
+        options = ReadOptions(**{"tokenize": words, "replayed": BLOCK, **options})
+        with path.open("w") as file, Trace(log, options) as source:
+            trace.facts = make_trace(source, file.write)
+            trace.expanded = source.reading.expanded
         return path
 
     return trace
-
-
-def words(prompt):
-    """Stand for a tokenizer: a token for each word of a text, or of a chat's messages."""
-    text = prompt if isinstance(prompt, str) else " ".join(f"{one['role']} {one['content']}" for one in prompt)
-    return [int.from_bytes(word.encode()[-3:], "little") for word in text.split()]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -166,6 +131,114 @@ def deltas(rows, listed=BLOCK, **more):
     return lines
 
 
+def tokens_of(rows):
+    names = {}
+    return [[names.setdefault(token, len(names)) for token in tokens] for _, _, _, tokens, _ in rows]
+
+
+def bailian(rows, when):
+    ids = [{"hash_ids": line["hash_ids"], "input_length": line["input_length"]} for line in trace_lines(rows)]
+    same = {"parent_chat_id": -1, "type": "text"}
+    return [
+        line | same | when(row[0]) | {"chat_id": row[1], "turn": row[2]} for line, row in zip(ids, rows, strict=True)
+    ]
+
+
+def mooncake(rows, when, change=lambda i: i, **more):
+    lines = zip(trace_lines(rows), rows, strict=True)
+    return [
+        without(line, "timestamp") | when(row[0]) | {"hash_ids": list(map(change, line["hash_ids"]))} | more
+        for line, row in lines
+    ]
+
+
+def without(record, *names):
+    return {name: value for name, value in record.items() if name not in names}
+
+
+def listed_deltas(rows, when):
+    lines = deltas(rows, block_size=BLOCK)
+    times = {(chat, turn): time for time, chat, turn, *_ in rows}
+    order = sorted(row[1:3] for row in rows)
+    return [without(line, "delay", "timestamp") | when(times[place]) for line, place in zip(lines, order, strict=True)]
+
+
+def counted(rows, when):
+    names = ("conversation", "turn", "prompt_tokens")
+    return [when(time) | dict(zip(names, (chat, turn, len(row)), strict=True)) for time, chat, turn, row, _ in rows]
+
+
+def prompts(name):
+    def write(rows, when):
+        return [when(row[0]) | {name: tokens} for row, tokens in zip(rows, tokens_of(rows), strict=True)]
+
+    return write
+
+
+FORMATS = {
+    "mooncake": (mooncake, False),
+    "unsigned": (lambda rows, when: mooncake(rows, when, lambda i: (1 << 64) - 1 - i), False),
+    "hex": (lambda rows, when: mooncake(rows, when, lambda i: f"{i:032x}"), False),
+    "whole sessions": (
+        lambda rows, when: [
+            line | {"session_id": row[1]} for line, row in zip(mooncake(rows, when), rows, strict=True)
+        ],
+        False,
+    ),
+    "bailian": (bailian, False),
+    "deltas": (listed_deltas, False),
+    "tokens": (prompts("prompt_token_ids"), True),
+    "completions": (prompts("prompt"), True),
+    "counts": (counted, True),
+}
+EPOCH_S = 1_767_225_600
+TIMES = {
+    **{unit: (lambda time, number=number: round((EPOCH_S + time) * number)) for unit, number in
+       {"s": 1, "ms": 1000, "us": 10**6, "ns": 10**9}.items()},
+    "iso": lambda time: datetime.fromtimestamp(EPOCH_S + time, UTC).isoformat(),
+    "naive": lambda time: datetime.fromtimestamp(EPOCH_S + time, UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
+}  # fmt: skip
+
+
+@given(
+    st.sampled_from(list(FORMATS)),
+    st.sampled_from(list(TIMES)),
+    st.sampled_from(["timestamp", "startTime", "start_time", "created_at", "Time"]),
+    st.sampled_from(list(ORDERS)),
+    st.booleans(),
+    st.sampled_from([60, 10_000]),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
+def test_formats_and_commands_agree(tmp_path, run_json, planned, form, unit, name, order, as_csv, capacity):
+    rows = [(7.0 * i, *row) for i, (_, *row) in enumerate(ROWS)]
+    writer, may_be_csv = FORMATS[form]
+    records = writer(rows, lambda time: {name: TIMES[unit](time)})
+    if form != "deltas":
+        records = [records[i] for i in ORDERS[order]]
+    path = tmp_path / f"log.{'csv' if as_csv and may_be_csv else 'jsonl'}"
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            table = csv.DictWriter(file, records[0])
+            table.writeheader()
+            table.writerows(records)
+    else:
+        write(path, records)
+    options = ("--blocks", capacity, "--quiet", "--block-size", BLOCK, "--shared-tokens", 40)
+    if unit not in ("iso", "naive"):
+        options += ("--time-unit", unit)
+    document = run_json("plan", path, "--jobs", 1, *options)
+    expected = hits_of(PROMPTS, BLOCK, capacity)
+    assert document["cells"][0]["hit_blocks"] == expected
+    assert "2026-01-01 00:0" in document["read"][0]
+    assert run_json("replay", path, "--no-data", *options)["hit_blocks"] == expected
+    fleet = run_json("fleet", path, "--engines", 1, "--copies", 1, *options)
+    assert fleet["cells"][0]["local_blocks"] == expected
+    run_json("trace", "make", path, tmp_path / "made.jsonl", *options[2:])
+    assert planned(tmp_path / "made.jsonl", capacity) == expected
+    times = [json.loads(line)["timestamp"] for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    assert times == [1000 * row[0] for row in rows]
+
+
 @pytest.mark.parametrize("capacity", [60, 10_000])
 def test_sessions_of_deltas_add_up(tmp_path, planned, made, capacity):
     log = write(tmp_path / "sessions.jsonl", deltas(ROWS, block_size=BLOCK))
@@ -184,22 +257,13 @@ def test_deltas_without_ids_add_up(tmp_path, planned, made):
     assert planned(made(write(tmp_path / "sessions.jsonl", lines))) == hits_of(own, BLOCK)
 
 
-@pytest.mark.parametrize("skipped", [(), ("--skip-bad",)])
-@pytest.mark.parametrize("lacks", ["delay", "timestamp"])
-def test_plan_refuses_sessions_of_deltas(tmp_path, run, lacks, skipped):
-    lines = [{name: value for name, value in line.items() if name != lacks} for line in deltas(ROWS, block_size=BLOCK)]
-    status, _, err = run("plan", write(tmp_path / "sessions.jsonl", lines), *skipped)
-    assert status == 2
-    assert "sessions of AIPerf or Dynamo" in err
-    assert "kvcache trace make FILE OUT" in err
-
-
 def test_sessions_of_whole_prompts_are_read(tmp_path, planned, made):
     lines = [{**line, "session_id": chat} for line, (_, chat, *_) in zip(LINES, ROWS, strict=True)]
     path = write(tmp_path / "trace.jsonl", lines)
-    assert planned(path, 60) == hits_of(PROMPTS, BLOCK, 60)
+    assert planned(path, 60) == planned(made(path), 60) == hits_of(PROMPTS, BLOCK, 60)
+    lines[-1]["delay"] = 5
     with pytest.raises(TraceError, match="hold whole prompts: remove session_id"):
-        made(path)
+        made(write(path, lines))
 
 
 def test_ambiguous_sessions_are_refused(tmp_path, made):
@@ -254,7 +318,7 @@ def test_whole_conversations_become_requests(tmp_path, run, planned, made, name)
             for i, record in enumerate(records)
         ]
     path = made(write(tmp_path / "log.jsonl", records))
-    assert (made.facts.requests, made.facts.expanded_records) == (36, 9)
+    assert (made.facts.requests, made.expanded) == (36, 9)
     assert planned(path) == hits_of(prompts, BLOCK)
 
 
@@ -287,17 +351,14 @@ FOREIGN = {
     "list.json": ('[\n  {"timestamp": 0, "hash_ids": [1]}\n]\n', "jq -c '.[]' FILE"),
     "one_line.json": ('[{"timestamp": 0, "hash_ids": [1]}]\n', "jq -c '.[]' FILE"),
     "pretty.json": ('{\n  "timestamp": 0,\n  "hash_ids": [1]\n}\n', "jq -c . FILE"),
-    "batch.jsonl": ('{"custom_id": "r", "method": "POST", "body": {"messages": []}}\n', "jq -c .body FILE"),
     "aibrix.jsonl": ('{"timestamp": 0, "requests": [{"prompt": "hi", "prompt_length": 1}]}\n', "an AIBrix workload"),
     "sglang.log": ('{"timestamp": "x", "event": "request.finished", "rid": "r", "obj": {"text": "hi"}}\n', "of SGLang"),
     "prompts.jsonl": ('{"prompt": "hello", "output_tokens": 3}\n', f"a log of prompts: {MAKE}"),
     "share.jsonl": ('{"id": "1", "conversations": [{"from": "human", "value": "hi"}]}\n', f"a log of prompts: {MAKE}"),
     "langfuse.csv": ("id,timestamp,name,userId,input,output\n1,2,c,u,hi,x\n", f"a log of prompts: {MAKE}"),
-    "counts.csv": (f"{HEADER}\n1,a,1,100,7\n", f"token counts of conversations: {MAKE}"),
-    "accesses.csv": ("time,obj_id,obj_size\n1,a,1\n", f"accesses to another cache: {MAKE}"),
     "trace.csv": ('timestamp,input_length,hash_ids\n0,16,"[1]"\n', "a trace, but not as JSONL"),
     "chats.parquet": ("PAR1\0\0", "Parquet: duckdb"),
-    "other.csv": ("a,b\n1,2\n", "CSV: "),
+    "other.csv": ("a,b\n1,2\n", "must have token ids or text under one of"),
 }
 
 

@@ -29,7 +29,8 @@ def chat_demo(
     policy: options.PolicyOption = "lru",
     seed: Annotated[int, typer.Option(help="Seed of the weights and of what is said.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(help="Save a plot of it as PNG.", metavar="FILE", show_default=False)
+        Path | None,
+        typer.Option("--save", "--plot", help="Save a plot of it as PNG.", metavar="FILE", show_default=False),
     ] = None,
     json: common.JsonOption = None,
     quiet: common.QuietOption = False,
@@ -39,7 +40,7 @@ def chat_demo(
         common.at_least(option, value, 1)
     options.one_policy(policy)
     common.check_writable("--json", json)
-    common.check_writable("--plot", None if plot is None else str(plot))
+    common.check_writable("--save", None if plot is None else str(plot))
     from kvcache.integrations.transformers import PrefixCache
     from kvcache.lab.demos import chats
 

@@ -35,7 +35,7 @@ _REQUEST_BYTES = 96
 
 
 @dataclass(frozen=True, slots=True)
-class FleetOptions:
+class FleetOptions(options.TraceOptions):
     """The command line, in the order of ``--help``."""
 
     file: options.TraceArgument
@@ -94,13 +94,10 @@ class FleetOptions:
             show_default=False,
         ),
     ] = None
-    block_size: options.BlockSizeOption = None
-    time_unit: options.TimeUnitOption = None
-    seed: Annotated[int, typer.Option(help="Order of recorded sessions, and when copies begin.")] = 0
-    users: options.UsersOption = 40
-    skip_bad: options.SkipBadOption = False
-    trusted: options.TrustedOption = False
-    plot: Annotated[str | None, typer.Option(help="Draw it: .png or .svg.", metavar="FILE", show_default=False)] = None
+    plot: Annotated[
+        str | None,
+        typer.Option("--save", "--plot", help="Draw it: .png or .svg.", metavar="FILE", show_default=False),
+    ] = None
     json: common.JsonOption = None
     quiet: common.QuietOption = False
 
@@ -114,11 +111,8 @@ def fleet(given: FleetOptions) -> None:
     model = read_model(given.model_text)
     if given.memory is not None and model is None:
         raise ValueError(f"--memory needs the size of a block, got {given.memory!r} alone: {HOW_TO_SIZE}")
-    source = options.TraceOptions(
-        given.file, given.block_size, given.skip_bad, given.users, given.seed, given.trusted, given.time_unit
-    )
-    with source.open() as trace, tempfile.TemporaryDirectory(prefix="kvcache-trace-") as folder:
-        split = source.split_of(trace)
+    with given.open() as trace, tempfile.TemporaryDirectory(prefix="kvcache-trace-") as folder:
+        split = given.split_of(trace)
         block_bytes = options.block_bytes_of(model, trace, split)
         token_s = (model.saved_s(1) if model else None) or 1 / _TOKENS_PER_S
         plans = read_plans(given, block_bytes, token_s)
@@ -132,13 +126,13 @@ def fleet(given: FleetOptions) -> None:
             "model": model.as_dict() if model else None,
         }
         common.check_writable("--json", given.json, given.file)
-        common.check_writable("--plot", given.plot, given.file)
+        common.check_writable("--save", given.plot, given.file)
         if given.plot is not None:
             from kvcache.lab.report.plot import check_plot_target
 
             check_plot_target(given.plot)
             if given.plot.lower().endswith(".html"):
-                raise ValueError(f"--plot of a fleet must end in .png or .svg, got {given.plot!r}")
+                raise ValueError(f"--save of a fleet must end in .png or .svg, got {given.plot!r}")
         run(trace, split, plans, given, document, Path(folder))
 
 
@@ -227,7 +221,7 @@ def run(
     from kvcache.lab.fleet.scaled_trace import ScaledTrace
     from kvcache.lab.fleet.simulation import run_fleet
     from kvcache.lab.report.fleet_tables import facts_of, print_fleets
-    from kvcache.lab.simulate.reading import doubts, read_trace
+    from kvcache.lab.simulate.reading import doubts, lines_read, read_trace
     from kvcache.lab.simulate.serving import engines_for
 
     started = monotonic()
@@ -265,7 +259,8 @@ def run(
         bar.show(1.0, len(traffic))
     document |= {"elapsed_s": monotonic() - started, "cells": cells}
     if given.json != "-":
-        print_fleets(f"{trace.name} ({trace.format})", document, given.json)
+        title = "\n".join([*lines_read(trace, compact), f"{trace.name} ({trace.format})"])
+        print_fleets(title, document, given.json)
     if given.plot is not None:
         from kvcache.lab.report.fleet_plot import draw_fleet
 

@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import tzinfo
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_type_hints
+from zoneinfo import ZoneInfo
 
 import typer
 
@@ -52,10 +54,14 @@ DataOption = Annotated[
     bool, typer.Option("--data/--no-data", help="Move and compare real bytes, or do the bookkeeping alone.")
 ]
 GateOption = Annotated[int, typer.Option("--store-threshold", help="Store a block once it has been offered so often.")]
-_JSONL = "Mooncake or Qwen-Bailian JSONL, plain, gzip or zstd (- is standard input), in any order of time; "
-_SESSIONS = "recorded sessions of agents, a folder or a file"
-FileArgument = Annotated[Path, typer.Argument(help=f"{_JSONL}or {_SESSIONS}.")]
-TraceArgument = Annotated[Path, typer.Argument(help=f"{_JSONL}{_SESSIONS}; or a recording of a manager (.kvlog).")]
+TraceArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="A trace (Mooncake or Qwen-Bailian JSONL), recorded sessions of agents (a folder or a file), a log of "
+        "prompts or of token counts (JSONL, CSV, spans, vLLM's log), a libCacheSim trace, or a recording of a manager "
+        "(.kvlog), in any order of time; plain, gzip or zstd (- is standard input)."
+    ),
+]
 CapacitiesOption = Annotated[
     str | None,
     typer.Option(
@@ -66,25 +72,10 @@ CapacitiesMemoryOption = Annotated[
     str | None,
     typer.Option("--memory", help="Or in bytes, as in 4GiB; needs --model.", metavar="SIZE,...", show_default=False),
 ]
-BlockSizeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--block-size",
-        help="Tokens of a listed block [default: 512 Mooncake, 16 Bailian]; behind a colon those of a block to replay, "
-        "as in 512:16 or :16.",
-        metavar="N[:N]",
-        show_default=False,
-    ),
-]
-TimeUnitOption = Annotated[
-    Literal["s", "ms", "us", "ns"] | None,
-    typer.Option("--time-unit", help="Unit of times [default: ms Mooncake, s Bailian].", show_default=False),
-]
-SkipBadOption = Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")]
+SeedOption = Annotated[int, typer.Option(help="Order of recorded sessions, and what is drawn.")]
 TrustedOption = Annotated[
     bool, typer.Option("--trusted", help="The recording is your own: read it even if it expands a thousandfold.")
 ]
-UsersOption = Annotated[int, typer.Option("--users", help="Users whose recorded sessions are merged.")]
 
 
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
@@ -95,8 +86,11 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Calla
         def command(**given: object) -> None:
             run(options(**given))
 
-        # Where typer looks.
-        command.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+        # Where typer looks; the names in inherited annotations are those of this module.
+        hints = get_type_hints(options, include_extras=True)
+        signature = inspect.signature(options)
+        parameters = [one.replace(annotation=hints[one.name]) for one in signature.parameters.values()]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return command
 
     return as_command
@@ -146,33 +140,101 @@ def blocks_within(block_bytes: str, size: str) -> tuple[int, int]:
     return num_bytes, num_blocks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """The file and the options `--block-size`, `--skip-bad`, `--users`, `--seed`, `--trusted` and `--time-unit`."""
+    """The file to read and how to read it, the same for every command that reads traces."""
 
-    file: Path
-    block_size: str | None
-    skip_bad: bool
-    users: int
-    seed: int
-    trusted: bool = False
-    time_unit: str | None = None
+    file: TraceArgument
+    block_size: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of a block: of one that a trace lists [default: 512 Mooncake, 16 Bailian], or of one that is "
+            "made of a log [default: 16]; behind a colon those of a block to replay, as in 512:16 or :16.",
+            metavar="N[:N]",
+            show_default=False,
+        ),
+    ] = None
+    time_unit: Annotated[
+        Literal["s", "ms", "us", "ns"] | None,
+        typer.Option(
+            help="Unit of times that are numbers [default: ms for Mooncake and sessions of AIPerf, else s].",
+            show_default=False,
+        ),
+    ] = None
+    time_zone: Annotated[
+        str, typer.Option(help="Zone of times in ISO 8601 without an offset, as in Europe/Berlin.", metavar="NAME")
+    ] = "UTC"
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or Hugging Face name of the tokenizer of a log with text.", metavar="NAME", show_default=False
+        ),
+    ] = None
+    prompt_fields: Annotated[
+        str | None,
+        typer.Option(
+            help="Fields of a log that make up the prompt, in order [default: those that the format names].",
+            metavar="FIELD,...",
+            show_default=False,
+        ),
+    ] = None
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Read only records with this value, as in model=llama-3.1-8b; again for another field.",
+            metavar="FIELD=VALUE",
+            show_default=False,
+        ),
+    ] = None
+    shared_tokens: Annotated[
+        int, typer.Option(help="Of token counts of conversations: tokens of the system prompt that all share.")
+    ] = 0
+    log_format: Annotated[
+        Literal["jsonl", "oracleGeneral", "csv"] | None,
+        typer.Option("--format", help="Format of the file [default: by name and content].", show_default=False),
+    ] = None
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Count bad lines and go on.")] = False
+    users: Annotated[int, typer.Option("--users", help="Users whose recorded sessions are merged.")] = 40
+    seed: SeedOption = 0
+    trusted: TrustedOption = False
 
     def open(self) -> TraceFile:
         """Open the trace; open a recording of a manager as a trace."""
+        from kvcache.lab.traces.make import load_tokenizer
+        from kvcache.lab.traces.records import plain_name
+        from kvcache.lab.traces.requests import ReadOptions
         from kvcache.lab.traces.trace import open_trace
 
         common.at_least("--users", self.users, 1)
         common.at_least("--seed", self.seed, 0)
-        listed = self._sizes[0]
+        common.at_least("--shared-tokens", self.shared_tokens, 0)
+        listed, replayed = self._sizes
+        only = {}
+        for text in self.only or ():
+            field, equal, value = text.partition("=")
+            if not field or not equal:
+                raise ValueError(f"--only must be FIELD=VALUE, got {text!r}")
+            only[plain_name(field)] = value
+        how = ReadOptions(
+            listed,
+            replayed,
+            self.skip_bad,
+            self.time_unit,
+            _zone(self.time_zone),
+            only,
+            tuple(map(plain_name, filter(None, (self.prompt_fields or "").split(",")))),
+            None if self.tokenizer is None else load_tokenizer(self.tokenizer),
+            self.shared_tokens,
+            self.log_format,
+        )
         if is_recording(self.file):
             # Needs msgspec, of the extra `record`; plain traces do not.
             from kvcache.lab.traces.recorded_trace import RecordedTrace
 
             trace: TraceFile = RecordedTrace(self.file, self.trusted)
         else:
-            trace = open_trace(self.file, listed, self.skip_bad, self.users, self.seed, self.time_unit)
-        if listed not in (None, trace.block_size):
+            trace = open_trace(self.file, how, self.users, self.seed)
+        if listed not in (None, trace.block_size) and replayed != trace.block_size:
             trace.close()
             raise ValueError(f"--block-size: {self.file} says that a block has {trace.block_size} tokens, got {listed}")
         return trace
@@ -195,6 +257,13 @@ class TraceOptions:
         listed, _, replayed = (self.block_size or "").partition(":")
         sizes = [parse_count("--block-size", size) if size else None for size in (listed, replayed)]
         return sizes[0], sizes[1]
+
+
+def _zone(name: str) -> tzinfo:
+    try:
+        return ZoneInfo(name)
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(f"--time-zone must be the name of a zone, as in Europe/Berlin, got {name!r}") from error
 
 
 def is_recording(file: Path) -> bool:

@@ -55,7 +55,7 @@ def list_models(asked: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanOptions:
+class PlanOptions(options.TraceOptions):
     """The command line, in the order of ``--help``."""
 
     file: options.TraceArgument
@@ -110,13 +110,7 @@ class PlanOptions:
             show_default=False,
         ),
     ] = None
-    block_size: options.BlockSizeOption = None
-    time_unit: options.TimeUnitOption = None
     sample: Annotated[float, typer.Option(help="Replay this share of the blocks, with error bars.")] = 1.0
-    seed: Annotated[int, typer.Option(help="Order of recorded sessions, and which blocks a sample holds.")] = 0
-    users: options.UsersOption = 40
-    skip_bad: options.SkipBadOption = False
-    trusted: options.TrustedOption = False
     checkpoint: Annotated[
         str | None,
         typer.Option(
@@ -134,6 +128,8 @@ class PlanOptions:
     save: Annotated[
         list[str] | None,
         typer.Option(
+            "--save",
+            "--plot",
             help="Write the cells to FILE.csv, or a plot to FILE.png, .svg or .html; again for another file.",
             metavar="FILE",
             show_default=False,
@@ -165,17 +161,14 @@ def plan(given: PlanOptions) -> None:
     groups = None if given.groups is None else parse_groups(given.groups)
     model = read_model(given.model_text or (None if groups is None else groups.config))
     targets = plan_files.Targets.read(given.json, given.save, given.checkpoint, given.file)
-    source = options.TraceOptions(
-        given.file, given.block_size, given.skip_bad, given.users, given.seed, given.trusted, given.time_unit
-    )
     given_tiers = tiers.parse_tiers(given.tier)
     _check(given, given_tiers, model)
     # Every option is checked before the trace is opened, which may take minutes to read.
     wanted = parse_targets(given.target)
     _check_targets(given, wanted, model)
     serving = tiers.parse_serving(given.serving, 1 + len(given_tiers))
-    with source.open() as trace:
-        split = source.split_of(trace)
+    with given.open() as trace:
+        split = given.split_of(trace)
         block_bytes = options.block_bytes_of(model, trace, split)
         if groups is not None:
             groups = groups.at(trace.block_size // split)

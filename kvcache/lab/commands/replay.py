@@ -26,10 +26,10 @@ kvcache replay trace.jsonl --block-size :16 --no-data
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayOptions:
+class ReplayOptions(options.TraceOptions):
     """The command line, in the order of ``--help``."""
 
-    file: options.FileArgument
+    file: options.TraceArgument
     policy: options.PolicyOption = "lru"
     blocks: Annotated[
         str | None, typer.Option(help="Capacity in blocks [default: 10000].", metavar="N", show_default=False)
@@ -47,11 +47,6 @@ class ReplayOptions:
         ),
     ] = None
     store_threshold: options.GateOption = 0
-    block_size: options.BlockSizeOption = None
-    time_unit: options.TimeUnitOption = None
-    skip_bad: options.SkipBadOption = False
-    users: options.UsersOption = 40
-    seed: Annotated[int, typer.Option(help="Order of the recorded sessions.")] = 0
     json: common.JsonOption = None
     quiet: common.QuietOption = False
 
@@ -63,7 +58,7 @@ def replay(given: ReplayOptions) -> None:
     `kvcache plan` compares policies, capacities and tiers; `kvcache rerun` runs a recording again.
     """
     from kvcache.lab.commands import session
-    from kvcache.lab.simulate.reading import doubts, read_trace
+    from kvcache.lab.simulate.reading import doubts, lines_read, read_trace
 
     if options.is_recording(given.file):
         raise ValueError(
@@ -83,11 +78,8 @@ def replay(given: ReplayOptions) -> None:
     tier = None if given.tier is None else _read_tier(given.tier)
     test_bytes = parse_size("--block-bytes", given.block_bytes or options.TEST_BLOCK_BYTES)
     common.check_writable("--json", given.json, given.file)
-    source = options.TraceOptions(
-        given.file, given.block_size, given.skip_bad, given.users, given.seed, time_unit=given.time_unit
-    )
-    with source.open() as trace, tempfile.TemporaryDirectory(prefix="kvcache-trace-") as folder:
-        split = source.split_of(trace)
+    with given.open() as trace, tempfile.TemporaryDirectory(prefix="kvcache-trace-") as folder:
+        split = given.split_of(trace)
         block_bytes = options.block_bytes_of(model, trace, split) or test_bytes
         settings = session.Settings(
             policy=given.policy,
@@ -107,7 +99,7 @@ def replay(given: ReplayOptions) -> None:
         doubtful = doubts(compact, trace.num_untimed)
         session.run(
             compact,
-            f"{trace.name} ({trace.format})",
+            "\n".join([*lines_read(trace, compact), f"{trace.name} ({trace.format})"]),
             settings,
             lambda done: done / len(compact),
             lambda: trace.facts() | ({"doubts": doubtful} if doubtful else {}),

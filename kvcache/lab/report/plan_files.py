@@ -81,6 +81,8 @@ def report(
     common.write_json(targets.json, document)
     if targets.json != "-":
         console = common.console(targets.json)
+        for line in result.read:
+            console.print(line, soft_wrap=True, markup=False)
         if advice is not None:
             console.print(advice_line(result, advice, wanted), soft_wrap=True, markup=False)
         if facts and unbounded is not None:
@@ -107,6 +109,7 @@ def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], blo
         "source": trace.facts(),
         "complete": result.is_complete,
         "doubts": result.doubts,
+        "read": result.read,
         "block_bytes": settings.block_bytes,
         "block_size": block_size,
         "groups": settings.groups and asdict(settings.groups),

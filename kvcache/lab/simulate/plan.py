@@ -15,7 +15,7 @@ from kvcache.lab.simulate.cells import OPTIMUM, Cell, Job, Plan
 from kvcache.lab.simulate.checkpoint import Checkpoint
 from kvcache.lab.simulate.choices import NO_LIMIT
 from kvcache.lab.simulate.grid import Grid, check_policies, run_grid
-from kvcache.lab.simulate.reading import doubts, read_trace
+from kvcache.lab.simulate.reading import doubts, lines_read, read_trace
 from kvcache.lab.simulate.serving import Medium, Serving, engines_for, weigh_nothing
 from kvcache.lab.traces.requests import ReplayError
 from kvcache.options import format_size
@@ -68,6 +68,7 @@ class Result:
     is_complete: bool
     elapsed_s: float
     doubts: list[str]
+    read: list[str]
 
     @property
     def cells(self) -> list[Cell]:
@@ -133,6 +134,7 @@ def run(trace: TraceFile, settings: Settings, model: Model | None) -> Result:
             1 - found[unbounded].token_hit_rate if unbounded in found else 1.0,
             (serving and serving.token_prefill_s and (serving.token_prefill_s, serving.num_engines)) or None,
         ),
+        lines_read(trace, compact),
     )
 
 

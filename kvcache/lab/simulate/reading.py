@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,18 +10,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcache.cli import common
 from kvcache.lab.traces.compact import CompactTrace
 
 if TYPE_CHECKING:
-    from kvcache.cli import common
     from kvcache.lab.traces.requests import Request, TraceFile
 
 _REFRESH_REQUESTS = 1000
 _LAST_S = datetime(2100, 1, 1, tzinfo=UTC).timestamp()
 _LONG_GAP_S = 300.0
 _MANY, _SHORT_S = 20, 10.0
-# More than a thousand accelerators compute.
-_MOST_TOKENS_PER_S = 1e7
+# More than a thousand accelerators compute; a tenth of what one computes.
+_MOST_TOKENS_PER_S, _LEAST_TOKENS_PER_S = 1e7, 1e3
+# Fewer requests may well come from one person, whose engine is idle most of the time.
+_TRAFFIC = 1000
+_IDLE = 0.05
+# Numbers above count from 1970, others from the beginning of a trace.
+_FIRST_DATE_S = 1e8
+_SHOWN_NAMES = 5
 
 
 def read_trace(trace: TraceFile, folder: Path, bar: common.Bar, sample: float = 1.0, seed: int = 0) -> CompactTrace:
@@ -64,6 +71,55 @@ def doubts(
     if len(compact) >= _MANY and last_s - first_s < _SHORT_S:
         reasons.append(f"all {len(compact):,} requests come within {last_s - first_s:.3g} s")
     gap_s = float(np.median(np.diff(compact.arrivals_s))) if len(compact) > 1 else 0.0
+    all_per_s = compact.num_tokens / max(last_s - first_s, 1e-9)
     if gap_s > _LONG_GAP_S:
         reasons.append(f"{gap_s:,.0f} s pass between most requests")
-    return lines + [f"warning: {reason}: is --time-unit right?" for reason in reasons]
+    elif len(compact) >= _TRAFFIC and work is not None and all_per_s * work[0] < _IDLE * work[1]:
+        reasons.append(f"{work[1]:,} engines are busy {all_per_s * work[0] / work[1]:.1%} even without a cache")
+    elif len(compact) >= _TRAFFIC and work is None and all_per_s < _LEAST_TOKENS_PER_S:
+        reasons.append(f"only {all_per_s:,.0f} tokens a second come in")
+    return lines + ([f"warning: {'; '.join(reasons)}: is --time-unit right?"] if reasons else [])
+
+
+def lines_read(trace: TraceFile, compact: CompactTrace) -> list[str]:
+    """Return lines on what was read of a file, so that a wrong reading can be seen: requests, prompts and times."""
+    reading = trace.reading
+    parts = [f"{len(compact):,} requests"]
+    if reading is not None and reading.models:
+        models = len(reading.models)
+        parts[0] += f" of {models:,} models" if models > 1 else f" of {next(iter(reading.models))}"
+    if reading is not None and reading.prompts:
+        shapes = reading.prompts.most_common(_SHOWN_NAMES)
+        counts = [f" ({number:,})" if len(shapes) > 1 else "" for _, number in shapes]
+        parts.append("prompts of " + " or ".join(name + count for (name, _), count in zip(shapes, counts, strict=True)))
+    if trace.num_untimed < len(compact):
+        parts.append(_span(float(compact.arrivals_s[0]), float(compact.arrivals_s[-1])))
+    lines = [", ".join([*parts, *["sorted"] * (compact.num_late > 0)])]
+    if reading is None:
+        return lines
+    if len(reading.models) > 1:
+        lines.append(
+            f"models, which share no blocks: {_counted(reading.models)}; a plan of one: "
+            f"--only model={next(iter(reading.models))}"
+        )
+    if reading.left_out:
+        lines.append(f"left out: {_counted(reading.left_out)}")
+    if reading.expanded:
+        lines.append(f"{reading.expanded:,} records hold a conversation of several answers: each answer is a request.")
+    if reading.ignored:
+        names = ", ".join(f"`{name}`" for name in reading.ignored)
+        lines.append(f"ignored: {names}; if it is part of the prompt: --prompt-fields")
+    return lines
+
+
+def _counted(names: Counter[str]) -> str:
+    shown = [f"{name} ({number:,})" for name, number in names.most_common(_SHOWN_NAMES)]
+    return ", ".join(shown) + (f" and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else "")
+
+
+def _span(first_s: float, last_s: float) -> str:
+    """Return the time from the first to the last request: dates if they count from 1970."""
+    if not _FIRST_DATE_S < first_s <= last_s < _LAST_S:
+        return f"over {common.format_seconds(last_s - first_s)}"
+    first, last = (datetime.fromtimestamp(moment, UTC) for moment in (first_s, last_s))
+    return f"{first:%Y-%m-%d %H:%M} to {last:{'%H:%M' if first.date() == last.date() else '%Y-%m-%d %H:%M'}} UTC"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, tzinfo
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -51,6 +53,48 @@ def tokens_of(value: object, name: str) -> int:
     return value
 
 
+Tokenize = Callable[[Any], Iterable[int]]
+"""Turns a text, or a list of chat messages, into token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How to read a file.
+
+    `listed` are the tokens of a block that a trace lists, by default those of its format; `replayed` those of the
+    blocks that are made of a log, by default `listed`, else 16. `only` has fields and the values that records must
+    have; `prompt_fields` make up the prompt in place of those that the format names. Times that are numbers count
+    `time_unit`, and those in ISO 8601 without an offset are in `time_zone`. The first `shared_tokens` of counted
+    conversations are the same.
+    """
+
+    listed: int | None = None
+    replayed: int | None = None
+    skip_bad: bool = False
+    time_unit: str | None = None
+    time_zone: tzinfo = UTC
+    only: Mapping[str, str] = field(default_factory=dict)
+    prompt_fields: tuple[str, ...] = ()
+    tokenize: Tokenize | None = None
+    shared_tokens: int = 0
+    log_format: str | None = None
+
+
+@dataclass(slots=True)
+class Reading:
+    """What was read of a file, for the first lines of a report.
+
+    Requests by `models` and by the fields of their `prompts`; records that were `left_out`, by reason; `ignored` fields
+    that may be part of prompts; how many records were `expanded`, because they hold several requests.
+    """
+
+    models: Counter[str] = field(default_factory=Counter)
+    prompts: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+    ignored: dict[str, None] = field(default_factory=dict)
+    expanded: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request: prefix-chained ids of its blocks (int64), tokens of prompt and answer, and arrival.
@@ -91,6 +135,7 @@ class TraceFile(Closable):
     block_size: int
     num_skipped: int
     num_untimed: int = 0
+    reading: Reading | None = None
     size_bytes: int
 
     @property
@@ -104,4 +149,6 @@ class TraceFile(Closable):
 
     def facts(self) -> dict[str, Any]:
         """Return the description of the source for a report."""
-        return {"kind": "trace", "file": str(self.path), "format": self.format, "skipped_lines": self.num_skipped}
+        facts = {"kind": "trace", "file": str(self.path), "format": self.format, "skipped_lines": self.num_skipped}
+        names = ("models", "prompts", "left_out", "ignored", "expanded") if self.reading else ()
+        return facts | {name: value for name in names if (value := getattr(self.reading, name))}

@@ -1,123 +1,101 @@
-"""Read request traces: Mooncake and Qwen-Bailian JSONL, plain or compressed, one line at a time.
+"""Read the requests of a file, one record at a time: traces, and logs of prompts, counts or accesses.
 
 A trace may be larger than memory; `kvcache.lab.traces.compact.CompactTrace` holds a whole one in files.
 """
 
 from __future__ import annotations
 
+import ast
+import csv
 import json
-import math
 import os
+import re
+import sys
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvcache.lab.traces.files import Opened, open_lines
-from kvcache.lab.traces.formats import describe, describe_text
-from kvcache.lab.traces.requests import TIME_UNITS, BadRecord, Request, TraceFile, tokens_of
-from kvcache.lab.traces.requests import TraceError as TraceError
+from kvcache.lab.traces.formats import delimiter_of, describe_text
+from kvcache.lab.traces.reader import ORACLE_GENERAL, RecordReader
+from kvcache.lab.traces.records import shown
+from kvcache.lab.traces.requests import BadRecord, ReadOptions, Request, TraceError, TraceFile
 from kvcache.lab.traces.sessions import SessionTrace, is_session
-from kvcache.lab.traces.turns import seed_of
 
 if TYPE_CHECKING:
-    from kvcache.lab.traces.requests import Int64Array
+    from kvcache.lab.traces.turns import Access
 
-_SHOWN_CHARS = 60
+FORMATS = ("jsonl", "oracleGeneral", "csv")
 _PEEKED_BYTES = 1 << 14
-_MAX_TIME = 10**18
-_SIZES = [1 << power for power in range(2, 14)]
-
-
-def _read_mooncake(record: dict[str, Any], block_size: int) -> Request:
-    ids, input_length = ids_of(record), _length(record, "input_length")
-    check_blocks(len(ids), input_length, block_size)
-    return Request(ids, input_length, _length(record, "output_length", 0), _time(record))
-
-
-def _read_bailian(record: dict[str, Any], block_size: int) -> Request:
-    for name in ("chat_id", "parent_chat_id", "turn"):
-        if type(_field(record, name)) is not int:
-            raise BadRecord(f"{name} must be an int, got {shown(record[name])}")
-    if not isinstance(_field(record, "type"), str):
-        raise BadRecord(f"type must be a string, got {shown(record['type'])}")
-    ids = ids_of(record)
-    # Some published files list no lengths: then every block counts as full.
-    input_length = _length(record, "input_length", block_size * len(ids))
-    check_blocks(len(ids), input_length, block_size)
-    return Request(ids, input_length, _length(record, "output_length", 0), _time(record))
-
-
-# The tokens of a block, the seconds of a unit of time, and the reader.
-_FORMATS: dict[str, tuple[int, float, Callable[[dict[str, Any], int], Request]]] = {
-    "mooncake": (512, 1e-3, _read_mooncake),
-    "bailian": (16, 1.0, _read_bailian),
-}
+_VLLM = re.compile(r"(?:\(\S+ pid=\d+\) )?[A-Z]+ (\d\d-\d\d \d\d:\d\d:\d\d) ")
+_VLLM_PROMPT = re.compile(r"""[ :]prompt: ('(?:[^'\\]|\\.)+'|"(?:[^"\\]|\\.)+"), """)
+_VLLM_TOKENS = re.compile(r"prompt_token_ids: (\[[\d, ]+\])")
 
 
 def open_trace(
-    path: str | os.PathLike[str],
-    block_size: int | None = None,
-    skip_bad: bool = False,
-    users: int = 40,
-    seed: int = 0,
-    time_unit: str | None = None,
+    path: str | os.PathLike[str], options: ReadOptions | None = None, users: int = 40, seed: int = 0
 ) -> TraceFile:
-    """Open a trace of requests, or recorded sessions; `block_size` is that of a listed block, None: the format's."""
+    """Open a file of requests, or recorded sessions, which `users` people repeat."""
+    options = options or ReadOptions()
     if Path(path).is_dir():
-        return SessionTrace(path, users, seed, skip_bad)
-    opened = open_lines(path)
+        return SessionTrace(path, users, seed, options.skip_bad)
+    opened = open_lines(path, _format_of(path, options) != "oracleGeneral")
     try:
         # Standard input can be read only once, so peek at its first bytes, which stay in the buffer.
         if is_session(opened[1].peek(_PEEKED_BYTES)):  # type: ignore[attr-defined]
-            return SessionTrace(path, users, seed, skip_bad, opened)
+            return SessionTrace(path, users, seed, options.skip_bad, opened)
     except (OSError, EOFError, zlib.error):
         pass  # Trace names the error and its line.
-    return Trace(path, block_size, skip_bad, time_unit, opened)
+    return Trace(path, options, opened)
 
 
 class Trace(TraceFile):
-    """The requests of a trace file, in file order; the first good line settles the format.
+    """The requests of a file, in file order; the first good record settles the format.
 
-    The file is plain, gzip or zstd, detected by its first bytes; ``-`` is standard input. `block_size` are the tokens
-    of a listed block, by default the `block_size` of the line, or 512 for Mooncake and 16 for Qwen-Bailian. A line
-    whose ids and tokens do not agree with it is bad. Bad lines raise TraceError, or are counted in `num_skipped` if
-    `skip_bad`.
+    The file is plain, gzip or zstd, detected by its first bytes; ``-`` is standard input. A line whose ids and tokens
+    do not agree with its block size is bad. Bad lines raise TraceError, or are counted in `num_skipped` if
+    `options.skip_bad`.
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        block_size: int | None = None,
-        skip_bad: bool = False,
-        time_unit: str | None = None,
-        opened: Opened | None = None,
+        self, path: str | os.PathLike[str], options: ReadOptions | None = None, opened: Opened | None = None
     ) -> None:
         self.path = Path(path)
         self.name = "standard input" if str(path) == "-" else self.path.name
         self.num_skipped = 0
-        self._skip_bad = skip_bad
-        self._line = 0
-        self.format = ""
-        self.block_size = block_size or 0
-        self._unit_s = TIME_UNITS[time_unit] if time_unit else 0.0
-        self._last_s = -1.0
         self.num_untimed = 0
-        self._first_ids: dict[Any, Any] = {}
-        self._raw, self._lines = opened or open_lines(path)
+        self._first_error = ""
+        self._options = options or ReadOptions()
+        self._file_format = _format_of(path, self._options)
+        self._reader = RecordReader(self._options)
+        self.reading = self._reader.reading
+        self._raw, self._content = opened or open_lines(path, self._file_format != "oracleGeneral")
         try:
             self.size_bytes = max(1, os.fstat(self._raw.fileno()).st_size)
             self._requests = self._read()
             self._first: Request | None = next(self._requests, None)
             if self._first is None:
-                skipped = f" ({self.num_skipped} bad lines)" if self.num_skipped else ""
-                raise TraceError(f"trace {self.path} holds no request{skipped}")
+                left_out = [f"{number:,} {reason}" for reason, number in self.reading.left_out.items()]
+                skipped = [f"{self.num_skipped} bad lines; the first: {self._first_error}"] if self.num_skipped else []
+                reasons = ", ".join([*skipped, *left_out])
+                raise TraceError(f"trace {self.path} holds no request{f' ({reasons})' if reasons else ''}")
         except BaseException:
             self._raw.close()
             raise
+
+    @property
+    def format(self) -> str:  # type: ignore[override]
+        """The format that the first good record has."""
+        return self._reader.format
+
+    @property
+    def block_size(self) -> int:  # type: ignore[override]
+        """The tokens of a block of a request."""
+        return self._reader.block_size
 
     def close(self) -> None:
         """Close the file."""
@@ -134,127 +112,106 @@ class Trace(TraceFile):
         yield from self._requests
 
     def _read(self) -> Iterator[Request]:
+        last_s = -1.0
+        for accesses in self._accesses():
+            for ids, input_length, output_length, time in accesses:
+                self.num_untimed += time is None
+                # Without times, a second between requests keeps their order.
+                last_s = last_s + 1 if time is None else time
+                yield Request(np.asarray(ids, np.int64), input_length, output_length, last_s)
+
+    def _accesses(self) -> Iterator[list[Access]]:
+        records = self._records()
+        number = 0
         while True:
             try:
-                line = self._lines.readline()
-            except (OSError, EOFError, zlib.error) as error:
-                raise TraceError(f"{self.path}:{self._line + 1}: cannot be read: {error}") from error
-            if not line:
-                return
-            self._line += 1
-            if line.isspace():
-                continue
-            try:
-                yield self._parse(line)
+                number, record = next(records)
+                if isinstance(record, bytes) and self._file_format != "oracleGeneral":
+                    record = parse_object(record, not self._reader.format)
+                yield self._reader.read(record)
+            except StopIteration:
+                break
             except (BadRecord, TraceError) as error:
-                if isinstance(error, TraceError) or not self._skip_bad:
-                    raise TraceError(f"{self.path}:{self._line}: {error}") from error
+                if isinstance(error, TraceError) or not self._options.skip_bad:
+                    raise TraceError(f"{self.path}:{number}: {error}") from error
                 self.num_skipped += 1
+                self._first_error = self._first_error or f"line {number}: {error}"
+            except (OSError, EOFError, zlib.error, csv.Error) as error:
+                raise TraceError(f"{self.path}:{number + 1}: cannot be read: {error}") from error
+        try:
+            yield self._reader.end()
+        except (BadRecord, TraceError) as error:
+            raise TraceError(f"{self.path}: {error}") from error
 
-    def _parse(self, line: bytes) -> Request:
-        record = parse_object(line, not self.format)
-        # The first good line settles the format.
-        name = self.format or ("bailian" if "chat_id" in record else "mooncake")
-        default_size, unit_s, read = _FORMATS[name]
-        if "hash_ids" not in record and not self.format and (text := describe(record)):
-            raise TraceError(text)
-        block_size = self.block_size or record.get("block_size", default_size)
-        if type(block_size) is not int or block_size < 1 or record.get("block_size", block_size) != block_size:
-            expected = f"the {self.block_size} tokens that were given or read" if self.block_size else "an int >= 1"
-            raise BadRecord(f"block_size must be {expected}, got {shown(record['block_size'])}")
-        request = read(record, block_size)
-        self._check_whole(record)
-        # Without times, a second between requests keeps their order.
-        self.num_untimed += math.isnan(request.arrival_s)
-        now_s = self._last_s + 1 if math.isnan(request.arrival_s) else request.arrival_s * (self._unit_s or unit_s)
-        self.format, self.block_size, self._last_s = name, block_size, now_s
-        return replace(request, arrival_s=now_s)
-
-    def _check_whole(self, record: dict[str, Any]) -> None:
-        """Raise TraceError if a line holds only the new tokens of a session's turn."""
-        session, ids, has_delay = record.get("session_id"), record["hash_ids"], record.get("delay") is not None
-        if session is None and not has_delay:
+    def _records(self) -> Iterator[tuple[int, Any]]:
+        """Yield the number of each line or record, and the record: bytes, or the fields of a CSV."""
+        content = self._content
+        if self._file_format == "oracleGeneral":
+            for number, record in enumerate(iter(lambda: content.read(ORACLE_GENERAL.size), b""), 1):
+                yield number, record
             return
-        first = self._first_ids.setdefault(session, ids[0] if ids else None)
-        is_whole = record.get("timestamp") is not None and (not ids or first in (None, ids[0]))
-        if has_delay or not is_whole:
-            raise TraceError(
-                "sessions of AIPerf or Dynamo, whose lines hold only the new tokens of a turn: kvcache trace make FILE "
-                "OUT adds them up (jq -c 'del(.session_id, .delay)' if each line holds its whole prompt)"
-            )
+        first = content.readline()
+        head = first[:_PEEKED_BYTES].decode("utf-8", "replace")
+        delimiter = delimiter_of(head)
+        lines = chain([first] if first else (), content)
+        if delimiter or self._file_format == "csv":
+            csv.field_size_limit(sys.maxsize)
+            text = (line.decode("utf-8-sig", "replace") for line in lines)
+            table = csv.DictReader(text, delimiter=delimiter or ",", skipinitialspace=True)
+            for row in table:
+                yield table.line_num, row
+        elif _VLLM.match(head):
+            yield from _vllm_requests(lines)
+        else:
+            for number, line in enumerate(lines, 1):
+                if not line.isspace():
+                    yield number, line
+
+
+def _vllm_requests(lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the prompts in vLLM's own log."""
+    has_prompt = False
+    for number, line in enumerate(lines, 1):
+        text = line.decode("utf-8", "replace")
+        time = _VLLM.match(text)
+        tokens, prompt = _VLLM_TOKENS.search(text), _VLLM_PROMPT.search(text)
+        if time and (tokens or prompt):
+            has_prompt = True
+            # The log names no year; in one near 1970 reports show spans, not dates.
+            record: dict[str, Any] = {"time": f"1972-{time[1]}"}
+            if tokens:
+                record["prompt_token_ids"] = json.loads(tokens[1])
+            elif prompt:
+                record["prompt"] = ast.literal_eval(prompt[1])
+            yield number, record
+    if not has_prompt:
+        raise TraceError(
+            "vLLM's log without prompts: start it with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG, or log the "
+            "requests in front of it"
+        )
+
+
+def _format_of(path: str | os.PathLike[str], options: ReadOptions) -> str:
+    name = Path(path).name.lower()
+    by_name = "oracleGeneral" if "oraclegeneral" in name else "csv" if ".csv" in name or ".tsv" in name else "jsonl"
+    return options.log_format or by_name
 
 
 def parse_object(line: bytes, is_first: bool) -> dict[str, Any]:
     """Return the object of a line; raise BadRecord, or TraceError if a first line shows a file of another format."""
     try:
         record = json.loads(line)
-        text = "" if isinstance(record, dict) else f"must be a JSON object, got {shown(record)}"
-        known = describe_text("[") if isinstance(record, list) else ""
     except (ValueError, RecursionError) as error:
-        record = line.strip().decode("utf-8", "replace")
-        text, known = f"not JSON ({error}): {shown(record)}", describe_text(record)
-    # If bad lines were skipped here, a file without any good line would seem empty.
-    if known and is_first:
-        raise TraceError(known)
-    if text:
-        raise BadRecord(text)
-    return record  # type: ignore[no-any-return]
-
-
-def shown(value: object) -> str:
-    """Return a value as an error shows it, cut to 60 characters."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    text = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
-    return repr(text) if isinstance(value, str) else text
-
-
-def _field(record: dict[str, Any], name: str) -> Any:
-    try:
-        return record[name]
-    except KeyError:
-        hint = "; kvcache trace make reads other formats" if name == "hash_ids" else ""
-        raise BadRecord(f"lacks {name!r}, has {shown(', '.join(record))}{hint}") from None
-
-
-def ids_of(record: dict[str, Any]) -> Int64Array:
-    """Return the ids of a record as signed numbers: unsigned ones wrap, and names are hashed."""
-    ids = _field(record, "hash_ids")
-    if not isinstance(ids, list):
-        raise BadRecord(f"hash_ids must be a list of ints, got {shown(ids)}")
-    kind = str if ids and isinstance(ids[0], str) else int
-    for value in ids:
-        if type(value) is not kind:
-            raise BadRecord(f"hash_ids must be ints, or all names, got {shown(value)}")
-    if kind is str:
-        return np.array([seed_of(name) for name in ids], dtype=np.int64)
-    try:
-        return np.array(ids, dtype=np.int64)
-    except OverflowError:
-        wide = next((value for value in ids if not -(1 << 63) <= value < 1 << 64), None)
-        if wide is not None:
-            raise BadRecord(f"hash_ids must fit 64 bits, got {shown(wide)}") from None
-        return np.array([value - (value >> 63 << 64) if value > 0 else value for value in ids], dtype=np.int64)
-
-
-def check_blocks(num_ids: int, num_tokens: int, block_size: int) -> None:
-    """Raise unless `num_ids` blocks have so many tokens, with the partial last block or without it."""
-    num_full, rest = divmod(num_tokens, block_size)
-    if num_ids - num_full in (0, rest > 0):
-        return
-    wanted = f"{num_full}" if not rest else f"{num_full + 1} (or {num_full}, without the partial last one)"
-    fitting = [size for size in _SIZES if num_ids - num_tokens // size in (0, num_tokens % size > 0)]
-    hint = f"; they fit --block-size {' or '.join(map(str, fitting))}" if fitting else ""
-    raise BadRecord(f"hash_ids must be {wanted} for {num_tokens} tokens in blocks of {block_size}, got {num_ids}{hint}")
-
-
-def _length(record: dict[str, Any], name: str, default: int | None = None) -> int:
-    return tokens_of(_field(record, name) if default is None else record.get(name, default), name)
-
-
-def _time(record: dict[str, Any]) -> float:
-    value = record.get("timestamp")
-    if value is None:
-        return math.nan
-    if type(value) not in (int, float) or not 0 <= value <= _MAX_TIME:
-        raise BadRecord(f"timestamp must be a number in 0..1e18, got {shown(value)}")
-    return float(value)
+        text = line.strip().decode("utf-8", "replace")
+        if text.endswith("},"):
+            return parse_object(text[:-1].encode(), is_first)
+        known = describe_text(text)
+        # If bad lines were skipped here, a file without any good line would seem empty.
+        if known and is_first:
+            raise TraceError(known) from error
+        raise BadRecord(f"not JSON ({error}): {shown(text)}") from error
+    if isinstance(record, dict):
+        return record
+    if isinstance(record, list) and is_first:
+        raise TraceError(describe_text("["))
+    raise BadRecord(f"must be a JSON object, got {shown(record)}")

@@ -15,10 +15,20 @@ if TYPE_CHECKING:
     from kvcache.lab.traces.requests import Int64Array
 
 
+WHOLE = (
+    "the lines of session {!r} begin with the same block, so they hold whole prompts: remove session_id and delay "
+    "(jq -c 'del(.session_id, .delay)')"
+)
+
+
+SHORTEST_PROMPT = 16
+"""Fewer tokens are the new ones of a turn, not a whole prompt."""
+
+
 class Access(NamedTuple):
     """One request of a log; `time` is in seconds, None if it has none."""
 
-    ids: list[int]
+    ids: list[int] | Int64Array
     input_length: int
     output_length: int
     time: float | None
@@ -60,16 +70,8 @@ class DeltaSessions:
         session = self._sessions.get(name)
         if session is None:
             session = self._sessions[name] = _Session(None, hash_ids[0] if hash_ids else None)
-        elif not hash_ids and record.get("delay") is None:
-            raise TraceError(
-                f"session {name!r}: input_length may count a whole prompt or its new tokens. Call session_id "
-                "conversation if it counts whole prompts; give later turns a delay if it counts new tokens"
-            )
         elif hash_ids and hash_ids[0] == session.first_id:
-            raise TraceError(
-                f"the lines of session {name!r} begin with the same block, so they hold whole prompts: remove "
-                "session_id and delay (jq -c 'del(.session_id, .delay)'), and kvcache plan reads the file"
-            )
+            raise TraceError(WHOLE.format(name))
         length, answer = int(record["input_length"]), int(record.get("output_length") or 0)
         blocks = np.array(hash_ids, dtype=np.int64)[:, None] * listed + np.arange(listed)
         tokens = blocks.ravel()[:length]
@@ -88,27 +90,80 @@ class DeltaSessions:
         return None if session is None or session.time is None else session.time + delay_s
 
 
+class SessionKind:
+    """Decides whether lines with a session hold whole prompts or, as those of AIPerf and Dynamo, new tokens only.
+
+    All lines of a file are of one kind: `holds_deltas`, None until a line shows it. Lines of which only the session's
+    name is known wait.
+    """
+
+    _MOST_WAITING = 10_000
+
+    def __init__(self) -> None:
+        self.holds_deltas: bool | None = None
+        self.waiting: list[dict[str, Any]] = []
+        self._heads: dict[str, int | None] = {}
+        self._has_turns = self._has_ids = False
+
+    def judge(self, record: dict[str, Any], has_time: bool, listed: int) -> None:
+        """Compare a line, whose blocks have `listed` tokens, with the earlier ones of its session."""
+        name, ids = str(record.get("session_id")), record.get("hash_ids") or []
+        self.waiting.append(record)
+        if record.get("delay") is not None:
+            if self.holds_deltas is False:
+                raise TraceError(WHOLE.format(name))
+            self.holds_deltas = True
+        if self.holds_deltas is not None:
+            return
+        self._has_ids |= bool(ids)
+        # The id of a partial block changes when the block fills.
+        head = ids[0] if ids and count_of(record.get("input_length"), "input_length") >= listed else None
+        known = self._heads.get(name)
+        if name in self._heads:
+            self._has_turns = True
+            if not has_time:
+                self.holds_deltas = True
+            elif None not in (head, known):
+                self.holds_deltas = head != known
+        self._heads[name] = head if known is None else known
+        if len(self.waiting) >= self._MOST_WAITING:
+            self.decide()
+
+    def decide(self) -> None:
+        """Decide for a file of which no line shows it: deltas are the format that has sessions."""
+        if self.holds_deltas is None:
+            if self._has_turns and not self._has_ids:
+                raise TraceError(
+                    "sessions without hash_ids: input_length may count a whole prompt or its new tokens. Call "
+                    "session_id conversation if it counts whole prompts; give later turns a delay if it counts new ones"
+                )
+            self.holds_deltas = self._has_turns
+
+
 class CountedConversations:
     """Conversations with token counts only: each prompt begins with the previous one.
 
-    The first `shared_tokens` of all prompts are the same.
+    The first `shared_tokens` of all prompts are the same. `lengths` are the shortest and the longest prompt.
     """
 
     def __init__(self, block_size: int, shared_tokens: int) -> None:
         self._block_size = block_size
         self._num_shared = shared_tokens // block_size
         self._latest: dict[str, tuple[float, int]] = {}
+        self.lengths = (1 << 62, 0)
 
     def access(self, name: str, place: float, length: int, answer: int, time: float | None) -> Access:
         """Return a request; `place` is its turn, or its time, and orders the requests of a conversation."""
         last_place, last_length = self._latest.get(name, (place, 0))
-        if length != last_length and (place < last_place) != (length < last_length):
+        is_falling = length != last_length and (place < last_place) != (length < last_length)
+        if is_falling and max(length, last_length) >= SHORTEST_PROMPT:
             raise TraceError(
                 f"conversation {name!r}: a later prompt has {min(length, last_length)} tokens, an earlier one "
-                f"{max(length, last_length)}. The counts must be those of whole prompts; where a history was cut, give "
-                "the rest another name"
+                f"{max(length, last_length)}. The counts must be those of whole prompts, with cached tokens; where a "
+                "history was cut, give the rest another name"
             )
         self._latest[name] = max((last_place, last_length), (place, length))
+        self.lengths = (min(self.lengths[0], length), max(self.lengths[1], length))
         num_blocks = length // self._block_size
         shared = min(num_blocks, self._num_shared)
         ids = [*(seed_of() + np.arange(shared)).tolist(), *(seed_of(name) + np.arange(shared, num_blocks)).tolist()]
