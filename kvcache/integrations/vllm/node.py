@@ -51,7 +51,7 @@ def _seed(vllm_config: Any) -> list[str]:
 def _greeting(spec: Any, block_tokens: int, vllm_config: Any, rank: int) -> tuple[Path, dict[str, Any]]:
     """Return the folder of the pool, and what this process says of itself."""
     config, parallel = spec.config, spec.config.parallel
-    model = fingerprint(config, vllm_config, spec.settings.weights_version, spec.group_caches)
+    model = fingerprint(config, vllm_config, spec.settings.weights_version, getattr(spec, "group_caches", None))
     model["hash"] = _seed(vllm_config)
     if spec.copies.spec_type is not None:
         model["worker"] = ["vllm", bool(spec.replicated_layout)]
