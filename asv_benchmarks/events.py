@@ -15,13 +15,12 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from pathlib import Path
 from time import thread_time_ns
 from typing import Any
 
 import numpy as np
 
-from asv_benchmarks.traces import conversation_path, fresh_keys, serve
+from asv_benchmarks.traces import fresh_keys, given_trace, serve
 from kvcache import CPUOffloadingManager
 from kvcache.control.telemetry import Telemetry
 from kvcache.lab.traces.requests import Request
@@ -64,10 +63,7 @@ _STEPS: dict[str, Callable[[Any], object]] = {
 
 def main() -> int:
     """Print every case and its ratios to the first."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else conversation_path()
-    if path is None:
-        print("events: name the conversation trace, or its folder in KVCACHE_SHARED", file=sys.stderr)
-        return 2
+    path = given_trace()
     with Trace(path) as trace:
         requests = list(islice(trace, NUM_REQUESTS))
     draw = random.Random(0)

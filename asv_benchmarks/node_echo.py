@@ -1,6 +1,6 @@
 """Time a scheduler's calls in the process and over a node's owner, in turns, against an echo between two processes.
 
-Run as ``python asv_benchmarks/node_echo.py [ROUNDS]`` on an idle machine; prints medians in microseconds, and shares
+Run as ``python -m asv_benchmarks.node_echo [ROUNDS]`` on an idle machine; prints medians in microseconds, and shares
 of two bounds: a prompt of 512 hits, 3 times the calls in the process and one echo of the same bytes; 16 stores of one
 block, which are 16 messages, 10 times those in the process and 64 echoes. Then 8 engines load prompts in turns: p99,
 and the owner's CPU time.

@@ -15,7 +15,7 @@ from time import process_time
 from typing import Any
 
 from asv_benchmarks.calls import groups_scenario, least_of
-from asv_benchmarks.traces import agents_path, conversation_path, fresh_keys, serve
+from asv_benchmarks.traces import MISSING, agents_path, conversation_path, fresh_keys, serve
 from kvcache import CPUOffloadingManager
 from kvcache.lab.simulate.run import ReplayClock
 from kvcache.lab.traces.chats import ChatWorkload
@@ -98,7 +98,7 @@ def main() -> int:
         traces = {arguments.trace.name: arguments.trace}
     for name, path in traces.items():
         if path is None:
-            print(f"{name}: not here; KVCACHE_SHARED names its folder")
+            print(f"{name}: {MISSING}")
             continue
         with Trace(path) as trace:
             requests = list(trace)

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
-from asv_benchmarks.traces import conversation_path, fresh_keys, replay
+from asv_benchmarks.traces import conversation_path, fresh_keys, given_trace, replay
 from kvcache import CPUOffloadingManager, Recorder, ReqContext
 from kvcache.lab.traces.requests import Request
 from kvcache.lab.traces.trace import Trace
@@ -117,10 +117,7 @@ class Recording:
 
 def main() -> int:
     """Print every case."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else conversation_path()
-    if path is None:
-        print("recording: name the conversation trace, or its folder in KVCACHE_SHARED", file=sys.stderr)
-        return 2
+    path = given_trace()
     print("case                                                 off       on   ratio")
     for policy, limit, split, num_blocks in CASES:
         with Trace(path) as trace:

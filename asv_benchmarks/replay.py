@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asv_benchmarks.plain_manager import PlainManager
-from asv_benchmarks.traces import conversation_path, fresh_keys, replay
+from asv_benchmarks.traces import MISSING, conversation_path, fresh_keys, replay
 from kvcache import CPUOffloadingManager
 from kvcache.lab.fleet.routers import FleetPlan
 from kvcache.lab.fleet.scaled_trace import ScaledTrace
@@ -47,7 +47,7 @@ class ReplayConversation:
     def setup(self, policy: str, num_blocks: int) -> None:
         path = conversation_path()
         if path is None:
-            raise NotImplementedError("the conversation trace is not here: KVCACHE_SHARED names its folder")
+            raise NotImplementedError(MISSING)
         with Trace(path) as trace:
             self.keys = fresh_keys(trace, 1)
         self.manager = CPUOffloadingManager(512, num_blocks, policy)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import gc
 import sys
 from itertools import islice
-from pathlib import Path
 from time import process_time
 from typing import Any
 
 from asv_benchmarks.plain_manager import PlainManager
-from asv_benchmarks.traces import conversation_path, fresh_keys, replay
+from asv_benchmarks.traces import fresh_keys, given_trace, replay
 from kvcache import CPUOffloadingManager
 from kvcache.lab.traces.requests import Request
 from kvcache.lab.traces.trace import Trace
@@ -55,10 +54,7 @@ def compare(requests: list[Request], policy: str, split: int, num_blocks: int) -
 
 def main() -> int:
     """Print every case; 1 if a ratio falls short."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else conversation_path()
-    if path is None:
-        print("side_by_side: name the conversation trace, or its folder in KVCACHE_SHARED", file=sys.stderr)
-        return 2
+    path = given_trace()
     short = 0
     print("case                                    compiled           plain   ratio  asked")
     for policy, limit, split, num_blocks, asked in CASES:

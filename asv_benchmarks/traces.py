@@ -6,6 +6,7 @@ The trace is not part of the project. Without it the benchmarks run on chats and
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,20 @@ from kvcache.lab.traces.requests import Request
 
 _CONVERSATION = Path("traces") / "mooncake_conversation.jsonl"
 _AGENTS = Path("traces") / "agentic_coding.jsonl.gz"
+MISSING = (
+    "the trace is not here: save Mooncake's conversation trace, conversation_trace.jsonl of FAST25-release/traces in "
+    f"https://github.com/kvcache-ai/Mooncake, as {_CONVERSATION} below the folder that KVCACHE_SHARED names"
+)
 
 
 def conversation_path() -> Path | None:
     """Return the conversation trace in `$KVCACHE_SHARED`, or in `shared` near the working directory; or None."""
     return _found(_CONVERSATION)
+
+
+def given_trace() -> Path:
+    """Return the path of the command line, or else the conversation trace; end the process if there is none."""
+    return Path(sys.argv[1]) if len(sys.argv) > 1 else conversation_path() or sys.exit(f"error: {MISSING}")
 
 
 def agents_path() -> Path | None:

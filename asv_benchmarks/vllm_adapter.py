@@ -19,7 +19,7 @@ from pathlib import Path
 from time import process_time_ns
 from typing import Any
 
-from asv_benchmarks.traces import conversation_path
+from asv_benchmarks.traces import MISSING, conversation_path
 from kvcache import CPUOffloadingManager
 from kvcache.lab.traces.keys import KeyMaker
 from kvcache.lab.traces.requests import Request
@@ -166,8 +166,7 @@ def main() -> int:
     parser.add_argument("--no-long", action="store_true", help="leave the request of 65,536 keys out")
     arguments = parser.parse_args()
     if arguments.trace is None:
-        print("vllm_adapter: name the conversation trace, or its folder in KVCACHE_SHARED", file=sys.stderr)
-        return 2
+        sys.exit(f"error: {MISSING}")
     with Trace(arguments.trace) as trace:
         requests = list(islice(trace, NUM_REQUESTS))
     cases: list[tuple[str, Callable[[int], Any], int]] = [("kvcache", ours, arguments.runs)]

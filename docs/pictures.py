@@ -20,11 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, PercentFormatter
-from rich.console import Console
+try:
+    import matplotlib as mpl
+    import numpy as np
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, PercentFormatter
+    from rich.console import Console
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error.name} is missing: pip install '.[cli,plot]'")
 
 from kvcache.cli.frames import History, read_socket
 from kvcache.cli.top import view

@@ -62,13 +62,22 @@ if TYPE_CHECKING:
     from kvcache.transfer.worker import OffloadingWorker
 
 
+# Here, whatever is imported: an engine or a benchmark in a checkout would fail later, and not say why.
+if importlib.util.find_spec("kvcache.core.table") is None:
+    raise ImportError(
+        f"kvcache is not compiled in {__path__[0]}: Python took it from a folder of its sources. Run `make dev` there, "
+        "then `export PYTHONPATH=$PWD PYTHONSAFEPATH=1 PATH=$PWD/.venv/bin:$PATH`; or run from another folder, or with "
+        "PYTHONSAFEPATH=1, where kvcache is installed"
+    )
+
+
 @functools.cache
 def _homes() -> dict[str, str]:
     """Return the module of each public name, as the block above imports it for type checkers."""
     import ast
 
     source = ast.parse(Path(__file__).read_text(encoding="utf-8"))
-    [block] = [node for node in source.body if isinstance(node, ast.If)]
+    [block, *_] = [node for node in source.body if isinstance(node, ast.If)]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     return {name.name: str(node.module) for node in imports for name in node.names}
 
@@ -85,16 +94,7 @@ def __getattr__(name: str) -> Any:
     home = _homes().get(name)
     if home is None:
         raise AttributeError(f"module 'kvcache' has no attribute {name!r}")
-    try:
-        value = getattr(importlib.import_module(home), name)
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("kvcache."):
-            raise
-        raise ImportError(
-            f"{error.name} is not compiled in {__path__[0]}: Python took kvcache from a folder of its sources. "
-            "Run from another folder or with PYTHONSAFEPATH=1, where kvcache is installed; or build it there: "
-            "python setup.py build_ext --inplace"
-        ) from error
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -11,20 +10,16 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The index draws the key of its hash when it is imported, and samples depend on it: in CI, the same key in every run.
-fixed_draw = mock.patch("os.urandom", lambda size: hashlib.shake_256(b"kvcache").digest(size))
-with fixed_draw if os.environ.get("CI") else nullcontext():
-    import kvcache
-    from kvcache.testing import REFERENCE_POLICIES
+import kvcache
+from kvcache.testing import REFERENCE_POLICIES
 
 # A run in a shell's background inherits an ignored SIGINT, and would pass that on to the commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -12,6 +12,9 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # `python -m tiny_engine` leaves it out
 
 from model import BLOCK_TOKENS, GROUPS, make_config
 from scheduler import Request, Scheduler

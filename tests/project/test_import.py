@@ -1,11 +1,16 @@
 """`import kvcache` is cheap: no engine, no torch, and few modules."""
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import kvcache
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "asv_benchmarks"
 
 
 def run(code):
@@ -41,12 +46,33 @@ def test_import_brings_few_modules_beyond_numpy():
     assert int(run(code)) < 100
 
 
-def test_folder_of_sources_explains_itself(tmp_path):
-    shutil.copytree(Path(kvcache.__file__).parent, tmp_path / "kvcache", ignore=shutil.ignore_patterns("*.so"))
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvcache import CPUOffloadingManager"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A checkout that is not compiled."""
+    folder = tmp_path_factory.mktemp("checkout")
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(Path(kvcache.__file__).parent, folder / "kvcache", ignore=ignored)
+    if BENCHMARKS.is_dir():
+        shutil.copytree(BENCHMARKS, folder / BENCHMARKS.name, ignore=ignored)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-c", "from kvcache import CPUOffloadingManager"],
+        ["-c", "import kvcache.integrations.vllm.startup"],
+        ["-m", "kvcache", "--version"],
+        *(["-m", f"asv_benchmarks.{path.stem}"] for path in sorted(BENCHMARKS.glob("[!_]*.py"))),
+    ],
+    ids=lambda words: words[1].replace(" ", "_"),
+)
+def test_every_door_of_sources_explains_itself(sources, words):
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=sources, env=environment)
     assert done.returncode == 1
-    assert f"is not compiled in {tmp_path / 'kvcache'}: Python took kvcache from a folder of its sources" in done.stderr
+    assert f"is not compiled in {sources / 'kvcache'}: Python took it from a folder of its sources" in done.stderr
+    assert words[0] == "-c" or "Traceback" not in done.stderr or "kvcache" in words
 
 
 def test_every_public_name_is_importable():
