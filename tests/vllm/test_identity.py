@@ -174,6 +174,19 @@ def test_fingerprint_has_packing_of_cpu(folder, monkeypatch, has_amx):
     assert "packing" not in taken(latent, of_blocks, caches=[cache(BF16)])
 
 
+@pytest.mark.parametrize(("layout", "is_rocm", "has_packing"), [
+    ("LBHNC", False, True), ("BHLNC", False, True), ("LBNHC", False, False), ("LBNHC", True, True), (None, False, False)
+])  # fmt: skip
+def test_fingerprint_has_packing_of_backend(folder, monkeypatch, layout, is_rocm, has_packing):
+    for name, answer in {"is_cpu": False, "is_rocm": is_rocm, "is_fp8_fnuz": is_rocm}.items():
+        monkeypatch.setattr(identity.current_platform, name, lambda answer=answer: answer)
+    of_blocks = {"kv_cache_layout": layout, "model": SimpleNamespace(name="name", dtype="fp8")}
+    chosen = [SimpleNamespace(backend=backend, backend_per_kind={}) for backend in (None, "FLASHINFER")]
+    auto, named = (taken(model_config(folder), of_blocks, attention_config=each) for each in chosen)
+    assert differing(auto, named) == ({"packing"} if has_packing else set())
+    assert auto.get("fp8") == ("fnuz" if is_rocm else None)
+
+
 @pytest.mark.parametrize(
     ("variable", "value"), [("VLLM_SSM_CONV_STATE_LAYOUT", "DS"), ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")]
 )

@@ -219,13 +219,15 @@ def _formats_of(config: Any, vllm_config: Any, caches: list[Any]) -> dict[str, A
         ]
         if not {"vec", "vec16"}.issuperset(kinds):
             formats["packing"] = kinds
-    elif current_platform.is_rocm():
-        # Its attention backends order keys differently in one layout.
+        return formats
+    layout = config.kv_cache_layout or ""
+    if current_platform.is_rocm() or 0 <= layout.find("H") < layout.find("N"):
+        # On ROCm, attention backends order keys differently; others choose how many tokens of a head lie together.
         attention = vllm_config.attention_config
         if attention.backend is not None or attention.backend_per_kind:
             formats["packing"] = [str(attention.backend), _plain(attention.backend_per_kind)]
-        if current_platform.is_fp8_fnuz() and config.model.dtype.startswith("fp8"):
-            formats["fp8"] = "fnuz"
+    if current_platform.is_fp8_fnuz() and config.model.dtype.startswith("fp8"):
+        formats["fp8"] = "fnuz"
     return formats
 
 
