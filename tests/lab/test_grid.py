@@ -110,6 +110,9 @@ def test_policy_has_same_colour_everywhere():
     style = pytest.importorskip("kvcache.lab.report.style")
     assert style.style_of(0, "gittins") == style.style_of(3, "gittins") != style.style_of(3, "lru")
     assert style.style_of(1, "gittins + disk 4 GiB")["color"] == style.style_of(0, "gittins")["color"]
+    lines = ["lru", "gittins", *(f"{name} + disk {i}" for i in range(12) for name in ("lru", "gittins"))]
+    looks = [tuple(style.style_of(i, line).items()) for i, line in enumerate(lines)]
+    assert len(set(looks)) == len(lines)
     colours = [style.style_of(i, name)["color"] for i in range(4) for name in (*POLICIES.names(), "mine:Policy")]
     assert len(set(colours)) == len(POLICIES.names()) + 4
 

@@ -123,6 +123,15 @@ SHAPES = {
         lambda i, chat: {"instructions": SYSTEM, "input": parts(chat, "input_text"), "created": TIMES[i], "text": {}},
         "system",
     ),
+    "stored completions": (
+        lambda i, chat: {
+            "object": "chat.completion",
+            "id": "r",
+            "created": TIMES[i],
+            "input": openai(chat)["messages"],
+        },
+        "system",
+    ),
     "proxy": (lambda i, chat: {"request": whole(chat), "response": RESPONSE, "ts": TIMES[i]}, "tools"),
     "proxy of text": (
         lambda i, chat: {"time": ISO[i], "request": {"method": "POST", "body": json.dumps(whole(chat))}},
@@ -281,6 +290,7 @@ PLAIN = expected([tokens(*chat) for chat in CHATS])
         ({"type": "GENERATION"}, [{"type": "SPAN"}, {"type": "AGENT"}, {"type": "TOOL"}, {"type": "EMBEDDING"}]),
         ({"span_kind": "LLM"}, [{"span_kind": "CHAIN"}, {"span_kind": "AGENT"}]),
         ({"call_type": "acompletion"}, [{"call_type": "aembedding"}, {"url": "https://x/v1/embeddings"}]),
+        ({"status": "success"}, [{"status": "failure"}]),
         ({"cache_hit": "None"}, [{"cache_hit": "True"}, {"cached": True}, {"cacheHit": "true"}]),
     ],
 )

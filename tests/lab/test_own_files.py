@@ -425,6 +425,16 @@ def test_impossible_times_are_doubted(tmp_path, run_json, factor, options, doubt
         assert any(doubt in line and "--time-unit" in line for line in document["doubts"])
 
 
+@pytest.mark.parametrize(("factor", "doubt"), [(1, None), (1e3, "engines are busy"), (1e-3, "engines are busy")])
+def test_wrong_unit_is_doubted_once(tmp_path, run_json, factor, doubt):
+    # A request of 1,000 tokens every 40 ms keeps one engine of an 8B model busy.
+    lines = [{"timestamp": 40 * i * factor, "input_length": 1024, "hash_ids": [2 * i, 2 * i + 1]} for i in range(1200)]
+    options = ("--model", "llama-3.1-8b", "--serving", "engines=2", "--quiet", "--jobs", 1)
+    doubts = run_json("plan", write(tmp_path / "trace.jsonl", lines), *options)["doubts"]
+    assert len(doubts) == (doubt is not None)
+    assert all(doubt in line and "--time-unit" in line for line in doubts)
+
+
 def test_sessions_are_read_packed_and_piped(tmp_path, planned, monkeypatch):
     zstandard = pytest.importorskip("zstandard")
     requests = [{"t": 9.0 * i, "in": 64 * (3 + i), "out": 5, "hash_ids": list(range(3 + i))} for i in range(4)]

@@ -150,16 +150,21 @@ def _draw_figure(axes: Any, chart: Chart, name: str, heading: str) -> None:
         if len(capacities) > 1:
             axes.plot(_points(cells)[0], values, markersize=4.5, linewidth=1.6, **style)
         else:
-            axes.bar(label.replace(" + ", "\n+ "), values, width=0.6, color=style["color"])
+            axes.bar(label if len(lines) > _LEVEL_NAMES else _folded(label), values, width=0.6, color=style["color"])
     if len(capacities) > 1:
         axes.set_xscale("log")
         ticks = thinned_ticks(capacities)[:: max(1, len(_figures_of(chart)) - 1)]
         axes.set_xticks(ticks, [f"{blocks:,}" for blocks in ticks], fontsize=8)
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("blocks of host memory", fontsize=9)
+        axes.set_xlabel("blocks of memory", fontsize=8)
     else:
-        axes.tick_params(axis="x", labelsize=7, labelrotation=40 if len(lines) > 2 else 0)
+        rotation = 90 if len(lines) > _LEVEL_NAMES else 40 if len(lines) > 2 else 0
+        axes.tick_params(axis="x", labelsize=6 if rotation == 90 else 7, labelrotation=rotation)
     axes.set_ylim(bottom=0)
+
+
+def _folded(label: str) -> str:
+    return label.replace(" + ", "\n+ ")
 
 
 def _draw_lines(figure: Figure, axes: Any, chart: Chart) -> None:
@@ -207,7 +212,8 @@ def _draw_bars(figure: Figure, axes: Any, chart: Chart) -> None:
 
     plain_axes(axes)
     cells = list(chart.cells)
-    names = [chart.label(cell).replace(" + ", "\n+ ") for cell in cells]
+    is_level = len(cells) <= _LEVEL_NAMES
+    names = [_folded(chart.label(cell)) if is_level else chart.label(cell) for cell in cells]
     # Media are stacked in the order in which a block is looked for.
     media = ("host memory", *chart.media)
     below = [0.0] * len(cells)
@@ -225,13 +231,19 @@ def _draw_bars(figure: Figure, axes: Any, chart: Chart) -> None:
         axes.errorbar(names, below, errors, fmt="none", ecolor=INK, capsize=4)
     for i, cell in enumerate(cells):
         axes.annotate(
-            f"{cell.block_hit_rate:.1%}", (i, below[i]), (0, 4), textcoords="offset points", ha="center", color=INK
+            f"{cell.block_hit_rate:.1%}",
+            (i, below[i]),
+            (0, 4),
+            textcoords="offset points",
+            ha="center",
+            color=INK,
+            fontsize=10 if is_level else 7,
         )
     rim = chart.unbounded.block_hit_rate
     _draw_rim(axes, rim, chart)
     axes.set_xlim(-0.6, max(len(cells), 3) - 0.4)
-    if len(cells) > _LEVEL_NAMES:
-        axes.set_xticks(range(len(cells)), names, rotation=40, ha="right")
+    if not is_level:
+        axes.set_xticks(range(len(cells)), names, rotation=90, fontsize=8)
     axes.set_ylim(0, max(rim * 1.12, 0.01))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if rim > 0.05 else 1))
     blocks = _capacities(chart)[0]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # Okabe & Ito's colours without yellow, which is hardly visible on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX*"
+MARKERS = "osD^vPX*<>phHd8"
 POLICY_COLOURS = {"lru": "#0072B2", "arc": "#E69F00", "gittins": "#D55E00"}
 """The colour of each policy of kvcache, the same in every picture."""
 _OTHER_COLOURS = ("#009E73", "#8C564B", "#7F7F7F", "#A6761D")
@@ -28,9 +28,12 @@ def style_of(index: int, label: str) -> dict[str, Any]:
     policy = label.partition(" ")[0]
     if policy not in POLICY_COLOURS:
         return {"color": _OTHER_COLOURS[index % len(_OTHER_COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+    if label == policy:
+        return {"color": POLICY_COLOURS[policy], "marker": MARKERS[list(POLICY_COLOURS).index(policy)]}
     # Lines of one policy over different tiers differ by their marker, which no policy without tiers has.
-    marker = list(POLICY_COLOURS).index(policy) if label == policy else len(POLICY_COLOURS) + index
-    return {"color": POLICY_COLOURS[policy], "marker": MARKERS[marker % len(MARKERS)]}
+    others = MARKERS[len(POLICY_COLOURS) :]
+    dashes = ("-", "--", ":", "-.")[index // len(others) % 4]
+    return {"color": POLICY_COLOURS[policy], "marker": others[index % len(others)], "linestyle": dashes}
 
 
 def save(figure: Figure, target: str) -> None:

@@ -85,8 +85,11 @@ class RecordReader:
         self._whole: set[bytes] = set()
         self._salts: dict[str, int] = {}
 
-    def read(self, record: Any) -> list[Access]:
-        """Return the requests of a record: one, or one for each answer of a conversation; none if it is no request."""
+    def read(self, record: Any, is_row: bool = False) -> list[Access]:
+        """Return the requests of a record: one, or one for each answer of a conversation; none if it is no request.
+
+        Rows of a table may be accesses to another cache: an `object` in JSON is something else.
+        """
         if isinstance(record, bytes):
             return [self._oracle(record)]
         named = plain(record)
@@ -100,7 +103,7 @@ class RecordReader:
             if reason := reason_to_leave_out(request, self._options.only):
                 self.reading.left_out[reason] += 1
                 continue
-            accesses += self._request(request)
+            accesses += self._request(request, is_row)
         return accesses
 
     def end(self) -> list[Access]:
@@ -174,12 +177,12 @@ class RecordReader:
         # The file's ids are unsigned, those of a trace signed.
         return Access([name - (name >> 63 << 64)], self._made_tokens, 0, float(time))
 
-    def _request(self, named: dict[str, Any]) -> list[Access]:
+    def _request(self, named: dict[str, Any], is_row: bool) -> list[Access]:
         """Return the requests of a record of a log."""
         if not self._options.prompt_fields:
             column = _first(named, OBJECTS)
-            if column is not None and (column in OBJECTS[:4] or named.keys() <= _ACCESSES) and _is_name(named[column]):
-                digest = hashlib.blake2b(str(named[column]).strip().encode(), digest_size=8).digest()
+            if is_row and column is not None and (column in OBJECTS[:4] or named.keys() <= _ACCESSES):
+                digest = hashlib.blake2b(named[column].strip().encode(), digest_size=8).digest()
                 self._settle("accesses")
                 ids = [int.from_bytes(digest, "little") >> 1]
                 return [Access(ids, self._made_tokens, 0, self._clock.time_of(named, "s"))]

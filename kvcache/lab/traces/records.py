@@ -68,6 +68,7 @@ _NO_GENERATIONS = {
 }
 _ROUTES = ("call_type", "url", "endpoint", "path", "route", "uri", "request_uri", "operation")
 _NO_PROMPTS = re.compile(r"(^a?|[/:])(embed|rerank|moderation|image|speech|audio|transcri)")
+_FAILED = ("failure", "failed", "error")
 _CACHED = ("cache_hit", "cached", "is_cached", "from_cache", "response_cached", "cache_status")
 
 
@@ -248,6 +249,8 @@ def reason_to_leave_out(named: Mapping[str, Any], only: Mapping[str, str]) -> st
             return f"{name} {route:.40}"
     if any(str(named.get(name)).lower() in ("true", "hit", "t") for name in _CACHED if name not in only):
         return "cached answers"
+    if str(named.get("status")).lower() in _FAILED and "status" not in only:
+        return "failed requests"
     is_span = "span_id" in named and "trace_id" in named
     names = {*BODIES, *TOKENS, "model", "operation_name"}
     return "spans that call no model" if is_span and all(named.get(name) in EMPTY for name in names) else ""

@@ -128,7 +128,9 @@ class Trace(TraceFile):
                 number, record = next(records)
                 if isinstance(record, bytes) and self._file_format != "oracleGeneral":
                     record = parse_object(record, not self._reader.format)
-                yield self._reader.read(record)
+                    yield self._reader.read(record)
+                else:
+                    yield self._reader.read(record, is_row=True)
             except StopIteration:
                 break
             except (BadRecord, TraceError) as error:
