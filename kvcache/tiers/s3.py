@@ -390,7 +390,8 @@ def _store_of(values: S3Options) -> S3Store:
     client: Any = {"timeout": time_limit, "connect_timeout": time_limit}
     config: Any = {"unsigned_payload": True}
     if values.endpoint is not None:
-        config["endpoint"] = values.endpoint
+        # The environment may hold either of them, and the library prefers the second.
+        config["endpoint"] = config["aws_endpoint_url_s3"] = values.endpoint
         client["allow_http"] = (values.endpoint or "").startswith("http://")
     if values.region is not None:
         config["region"] = values.region

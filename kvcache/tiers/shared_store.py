@@ -232,7 +232,7 @@ class SharedStoreTier(JobTier):
         try:
             self.connect()
             self._join_epoch()
-        except (PermissionError, FileNotFoundError) as error:
+        except (PermissionError, FileNotFoundError, ValueError) as error:
             self.close()
             raise ValueError(str(error)) from None
         except OSError:

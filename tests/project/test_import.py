@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvcache
+from kvcache.background import python_words
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "asv_benchmarks"
 
@@ -73,6 +74,18 @@ def test_every_door_of_sources_explains_itself(sources, words):
     assert done.returncode == 1
     assert f"is not compiled in {sources / 'kvcache'}: Python took it from a folder of its sources" in done.stderr
     assert words[0] == "-c" or "Traceback" not in done.stderr or "kvcache" in words
+
+
+def test_processes_import_nothing_from_directory(tmp_path):
+    """All processes of the package are started by `python_words`, with -P."""
+    folder = Path(kvcache.__file__).parent
+    users = [path.name for path in folder.rglob("*.py") if "sys.executable" in path.read_text()]
+    assert users == ["background.py"]
+    (tmp_path / "json.py").write_text("raise SystemExit(3)")
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    words = python_words("import json, kvcache\nprint(kvcache.__file__)")
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("/kvcache/__init__.py\n")
 
 
 def test_every_public_name_is_importable():

@@ -183,7 +183,7 @@ def endless(request):
 @pytest.mark.slow
 @pytest.mark.parametrize("act", [huge, endless, None])
 def test_deleting_process_has_bounds(local, tier, monkeypatch, act):
-    """Neither what a listing takes nor what remains of an alarm ends an engine or stops its resets."""
+    """Neither an endless listing nor an alarm in the process ends an engine or stops its resets."""
     paths = private_blocks(tier, local)
     local.calls.clear()
     local._server.num_sent = 0
@@ -352,8 +352,13 @@ def test_environment_of_library_is_known(local, start, monkeypatch):
         monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
         with pytest.raises(ValueError, match="is not encrypted: to use it, name it as"):
             S3Tier("blocks", blocks())
+        assert not local.objects
+        # The option comes before it.
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+        tier = start()
+        assert (store(tier, KEYS[:2]).error, found(start(), KEYS[:2])) == ("", 2)
+        local.objects.clear()
         monkeypatch.delenv(name)
-    assert not local.objects
 
 
 def test_engine_starts_without_server(local, start):
@@ -487,14 +492,6 @@ def test_reset_deletes_private_blocks(local, tier, tmp_path, monkeypatch):
     assert (local.objects.keys(), tier.stats().io_errors) == (before, 0)
     local.objects[paths[0]] = hidden
     assert found(tier, KEYS[:5]) == 0
-
-
-def test_corrupt_block_without_permission_stays(local, tier):
-    store(tier, KEYS[:2])
-    local.objects[path_of(tier, KEYS[0])] = bytes(BLOCK_BYTES + SEAL_BYTES)
-    local.spoil(refusing(403, "AccessDenied"), "DELETE")
-    result = load(tier, KEYS[:2])
-    assert (result.done, result.error, tier.stats().corrupt_blocks) == (KEYS[1:2], "", 1)
 
 
 @pytest.mark.parametrize("content", [b"", b"../../../etc", b"0123456789ABCDEF", b"0" * 16 + b"/", bytes(1 << 20)])

@@ -212,7 +212,7 @@ def test_failed_deletion_spoils_no_batch(open_engine, values, monkeypatch):
     monkeypatch.setattr(DictStoreTier, "delete_values", lambda *_: 1 / 0)
     result = load(engine, KEYS[:4])
     assert (sorted(result.done), result.failed, result.error) == ([KEYS[0], *KEYS[2:4]], KEYS[1:2], "")
-    # It is there, and overwritten all the same.
+    # The bad value is still there, and is overwritten.
     assert (bad in values, store(engine, KEYS[:2], 7).done) == (True, [KEYS[1]])
     assert load(engine, KEYS[:4], 8).done == KEYS[:4]
 
