@@ -17,10 +17,29 @@ import pytest
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [page for page in PAGES if "_build" not in page.parts]
-# Setting up, which CI does by its own stages, and serving, which needs an engine.
-NOT_RUN = {"git", "make", "pip", "cd", ".ci/run", "asv", "vllm", "sphinx-build"}
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if "_build" not in page.parts and page.exists()]
+# Programs of commands that no test runs as they stand, and the reason.
+NOT_RUN = {
+    **dict.fromkeys(("make", ".ci/run", "pytest", "ruff", "mypy", "sphinx-build"), "a stage of CI, or a part of one"),
+    **dict.fromkeys(("git", "pip", "cd", "export"), "sets up an environment, as .ci/extras.py does for the pages"),
+    **dict.fromkeys(("vllm", "lmcache", "curl"), "needs a model, or a server of one"),
+    **dict.fromkeys(("docker", "kubectl", "valkey-cli"), "needs containers or a server"),
+    "asv": "takes minutes",
+}
+# The same of `python` and `kvcache` outside console blocks, by how the commands begin.
+NOT_RUN_OUTSIDE = {
+    "python -m asv_benchmarks": "takes minutes, or needs an engine; test_benchmark_without_trace_names_it",
+    "python docs/pictures.py": "takes minutes, and needs the traces",
+    "python -m mypy.stubtest": "a stage of CI",
+    "python -m sglang": "needs a model",
+    "kvcache check --device": "needs an accelerator",
+    "kvcache bench": "takes minutes",
+    "kvcache": "names a file, an engine or a store of the reader; its options are checked",
+}
+RUN_OUTSIDE = re.compile(
+    r"kvcache (options|plan --models|metrics (table|dashboard|rules)\b.*)|python docs/features[.]py"
+)
 LOOSE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -120,10 +139,17 @@ def test_wrong_block_fails():
 
 
 def commands_of(page):
-    for block in blocks_of(page.read_text()):
-        if block.language in ("console", "text"):
-            lines = block.text.replace("\\\n", " ").splitlines()
-            yield from (line[2:] for line in lines if line.startswith("$ kvcache "))
+    """Yield each command that a page shows, and whether it is in a console block, where it runs."""
+    programs = "|".join([re.escape(name) for name in (*NOT_RUN, "python", "kvcache")])
+    for token in MarkdownIt().enable("table").parse(page.read_text()):
+        language, text = token.info.strip(), token.content.replace("\\\n", " ")
+        if token.type == "fence" and language in ("", "bash", "console", "text"):
+            start = re.escape("$ ") if language in ("console", "text") else ""
+            for line in re.findall(rf"^{start}((?:{programs}) .*)", text, re.MULTILINE):
+                yield line, language == "console"
+        elif token.type == "inline":
+            spans = [part.content for part in token.children if part.type == "code_inline"]
+            yield from ((span, False) for span in spans if re.match(f"({programs}) ", span))
 
 
 def check_command(line):
@@ -145,11 +171,56 @@ def check_command(line):
 
 @every_page
 def test_every_shown_command_has_its_options(page):
-    for line in commands_of(page):
+    for line, is_block in commands_of(page):
+        # Not a line of the log, nor a command that is only named.
+        if not line.startswith("kvcache ") or line.startswith("kvcache offloads") or "kvcache x " in line:
+            continue
         try:
             check_command(line)
         except Exception as error:
+            if not is_block and "No such" not in str(error):
+                continue  # named without its arguments
             pytest.fail(f"{page.relative_to(ROOT)}: {line}: {error}")
+
+
+@every_page
+def test_every_shown_command_runs_or_is_listed(page, tmp_path):
+    """Commands in console blocks run above; here those in the text, as far as they name nothing of the reader."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    makefile = (ROOT / "Makefile").read_text() if (ROOT / "Makefile").exists() else ""
+    for line, is_run in commands_of(page):
+        words = line.partition(" #")[0].split()
+        if not is_run and RUN_OUTSIDE.fullmatch(line):
+            folder = ROOT if words[0] == "python" else tmp_path
+            done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+            assert (done.returncode, bool(done.stdout)) == (0, True), f"{line}\n{done.stderr}"
+        elif words[0] == "make":
+            targets = [word for word in words[1:] if re.fullmatch("[a-z-]+", word) and word not in ("-k", "pytest")]
+            assert [name for name in targets if not re.search(rf"(?m)^{name}\b[^=]*:", makefile)] == [], line
+        elif words[:2] == ["python", "-m"] and words[2].startswith("asv_benchmarks."):
+            assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").exists(), line
+        elif words[0] == "pytest":
+            assert all((ROOT / word).exists() or word == "test_fewest.py" for word in words[1:]), line
+        else:
+            assert words[0] in NOT_RUN or is_run or any(line.startswith(start) for start in NOT_RUN_OUTSIDE), line
+
+
+@pytest.mark.parametrize("words", ["side_by_side", "policy_cost gittins", "recording", "events"])
+def test_benchmark_without_trace_names_it(tmp_path, words):
+    """From a checkout with kvcache, and from no other folder."""
+    for name in ("asv_benchmarks", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    module, *rest = words.split()
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", f"asv_benchmarks.{module}", *rest],
+        env=os.environ | {"PYTHONPATH": path, "KVCACHE_SHARED": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "conversation_trace.jsonl of FAST25-release/traces" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @every_page
