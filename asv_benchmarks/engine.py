@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -24,80 +21,11 @@ from typing import Any
 
 from servers import free_port, wait_for_port
 
+from kvcache.lab.selftest.engine import build_model, run_life, transfer_config
 from kvcache.options import parse_size
 
 BLOCK_TOKENS = 128
-VOCABULARY = 512
 Life = tuple[str, AbstractContextManager[dict[str, Any] | None], dict[str, int]]
-
-
-def build_model(folder: Path, num_layers: int) -> None:
-    """Save a Llama with random weights; a layer has 1 KiB of keys and values a token."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1 << 16,
-        initializer_range=0.05,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def prompts(users: int, turns: int, prefix_tokens: int, message_tokens: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield turn, user and prompt; each prompt continues the user's last one."""
-    draws = [random.Random(user) for user in range(users)]
-    chats = [[draw.randrange(3, VOCABULARY) for _ in range(prefix_tokens)] for draw in draws]
-    for turn in range(turns):
-        for user, (draw, chat) in enumerate(zip(draws, chats, strict=True)):
-            chat += [draw.randrange(3, VOCABULARY) for _ in range(message_tokens)]
-            yield turn, user, list(chat)
-
-
-def serve(life: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Start the engine, and yield the seconds to the first token of each turn."""
-    os.environ.update({"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"})
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    # By default vLLM reserves one core for other threads, but two with a connector: none is left on two cores.
-    cores = sorted(os.sched_getaffinity(0))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores[:-1] or cores)))
-    from vllm import LLM, SamplingParams
-
-    turns = list(prompts(*(life[name] for name in ("users", "turns", "prefix_tokens", "message_tokens"))))
-    longest = max(len(prompt) for _, _, prompt in turns) + 1
-    options: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        # Room for little more than one prompt: the engine's own cache must not answer.
-        "num_gpu_blocks_override": -(-longest // BLOCK_TOKENS) + 4,
-        "dtype": "float32",
-        "max_model_len": longest,
-        "max_num_batched_tokens": longest,
-    }
-    if life["kv_transfer_config"] is not None:
-        options["kv_transfer_config"] = life["kv_transfer_config"]
-    engine = LLM(life["model"], **options)
-    sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, ignore_eos=True)
-
-    def first_token(prompt: list[int]) -> tuple[float, int]:
-        started_s = time.perf_counter()
-        (output,) = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        return time.perf_counter() - started_s, output.outputs[0].token_ids[0]
-
-    # The engine's own first use: a prompt of other tokens, as long as the shortest.
-    first_token([2] * len(turns[0][2]))
-    for turn, user, prompt in turns:
-        seconds, token = first_token(prompt)
-        yield {"turn": turn, "user": user, "seconds": seconds, "token": token}
-    # Stores to the tier may still be under way.
-    time.sleep(life["settle_s"])
 
 
 @contextmanager
@@ -134,14 +62,8 @@ def lives(folder: Path, number: int, num_bytes: int, policy: str) -> list[Life]:
 
     Each side's second life begins with empty memory and all blocks on the disk.
     """
-    settings = {
-        "spec_name": "KVCacheOffloadingSpec",
-        "spec_module_path": "kvcache.integrations.vllm",
-        "cpu_bytes_to_use": num_bytes,
-        "cache_policy": policy,
-        "tiers": [{"type": "disk", "path": str(folder / f"kvcache-{number}"), "capacity": 4 * num_bytes}],
-    }
-    ours = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    disk = {"type": "disk", "path": str(folder / f"kvcache-{number}"), "capacity": 4 * num_bytes}
+    ours = transfer_config({"cpu_bytes_to_use": num_bytes, "cache_policy": policy, "tiers": [disk]})
     engines: list[Life] = [
         ("without", nullcontext(None), {}),
         ("kvcache", nullcontext(ours), {"settle_s": 2}),
@@ -152,17 +74,6 @@ def lives(folder: Path, number: int, num_bytes: int, policy: str) -> list[Life]:
             server = running_lmcache(folder / f"lmcache-{number}", num_bytes, folder / "server")
             engines.append((name, server, change))
     return engines
-
-
-def run_life(life: dict[str, Any], errors: Path) -> Iterator[dict[str, Any]]:
-    """Run one engine's life in a process, and yield its lines."""
-    words = [sys.executable, "-m", "asv_benchmarks.engine", "--life", json.dumps(life)]
-    with errors.open("w") as file, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=file, text=True) as process:
-        for line in process.stdout or ():
-            if line.startswith('{"turn"'):
-                yield json.loads(line)
-    if process.returncode:
-        raise SystemExit(f"the engine ended with {process.returncode}: {errors.read_text()[-2000:]}")
 
 
 def seconds_by_side(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
@@ -231,6 +142,7 @@ def main() -> None:
     options = parser.parse_args()
     num_bytes = parse_size("--memory", options.memory)
     life = {name: getattr(options, name) for name in ("users", "turns", "prefix_tokens", "message_tokens")}
+    life |= {"block_tokens": BLOCK_TOKENS, "on_cpu": True}
     lines: list[dict[str, Any]] = []
     with TemporaryDirectory(dir=options.folder) as path:
         folder = Path(path)
@@ -257,8 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--life"]:
-        for turn in serve(json.loads(sys.argv[2])):
-            print(json.dumps(turn), flush=True)
-    else:
-        main()
+    main()

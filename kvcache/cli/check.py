@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcache.cli import common
-from kvcache.cli.lab import lab_module
 from kvcache.cli.model import ModelOption, read_model
 from kvcache.options import parse_size
 from kvcache.version import __version__
@@ -27,13 +26,7 @@ def check(
             help="JSON file: extra_config, or vLLM's configuration; - is standard input.", show_default=False
         ),
     ] = None,
-    device: Annotated[
-        bool,
-        typer.Option(
-            "--device",
-            help="Measure the accelerator, or the CPU if there is none; --json is kvcache-device.json by default.",
-        ),
-    ] = False,
+    device: Annotated[bool, typer.Option("--device", hidden=True)] = False,
     model: ModelOption = None,
     block_tokens: Annotated[int, typer.Option("--block-size", help="With --model: tokens of an offloaded block.")] = 16,
     block_bytes: Annotated[
@@ -48,19 +41,18 @@ def check(
 ) -> None:
     """Check a configuration against this machine: options, packages, memory, disk, stores."""
     common.check_writable("--json", json)
-    if (config is not None) + device != 1:
-        raise ValueError("name one thing to check: a configuration, or --device")
     if device:
-        lab_module("check_device").check_device(json)
-    if config is not None:
-        # Imported when it runs, so that `kvcache --help` starts at once.
-        from kvcache.cli.findings import check_file
+        raise ValueError("--device was removed: use `kvcache selftest`")
+    if config is None:
+        raise ValueError("name the configuration to check; `kvcache selftest` tests the machine")
+    # Imported when it runs, so that `kvcache --help` starts at once.
+    from kvcache.cli.findings import check_file
 
-        common.at_least("--workers", workers, 1)
-        if data_parallel_size is not None:
-            common.at_least("--data-parallel-size", data_parallel_size, 1)
-        num_bytes, is_latent = _block_bytes(model, block_tokens, block_bytes, workers)
-        _report(config, check_file(config, num_bytes, workers, is_latent, data_parallel_size), strict, json)
+    common.at_least("--workers", workers, 1)
+    if data_parallel_size is not None:
+        common.at_least("--data-parallel-size", data_parallel_size, 1)
+    num_bytes, is_latent = _block_bytes(model, block_tokens, block_bytes, workers)
+    _report(config, check_file(config, num_bytes, workers, is_latent, data_parallel_size), strict, json)
 
 
 def _report(config: Path, findings: list[Finding], strict: bool, json: str | None) -> None:

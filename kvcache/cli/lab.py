@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 _COMMANDS = {
     "bench": ("copy", "disk", "tier"),
     "trace": ("make",),
-    None: ("demo", "replay", "plan", "fleet", "rerun", "chat-demo"),
+    None: ("demo", "replay", "plan", "fleet", "rerun", "chat-demo", "selftest"),
 }
 
 

@@ -1,0 +1,1 @@
+"""`kvcache selftest`: what works on this machine, shown by bytes, and how fast it is beside a bare copy."""
