@@ -1,7 +1,8 @@
 """vLLM's own scheduler and connector over our spec, without a model: a worker of dictionaries.
 
 Every device block and every host block holds the hash that its tokens have, so that a block that lands in the wrong
-place, or is read before it was written, shows at once. Time is simulated.
+place, or is read before it was written, shows at once. Each also knows which weights its bytes depend on. Time is
+simulated.
 """
 
 from __future__ import annotations
@@ -188,7 +189,11 @@ class ModelFreeEngine:
         self._transfer_steps = transfer_steps
         self._num_steps = 0
         self._device: dict[tuple[int, int], Any] = {}
-        self._host: dict[int, Any] = {}
+        self._host: dict[tuple[int, int], Any] = {}
+        self._chunk_blocks = extra_config.get("blocks_per_chunk", 1)
+        # Number of the weights, which an update raises, and those on which each block of the device depends.
+        self.weights = 0
+        self._ages: dict[tuple[int, int], set[int]] = {}
         # Step of the end, job and request (of a load) of each running transfer.
         self._transfers: list[tuple[int, int, str | None]] = []
         self._pending_stores: dict[int, Any] = {}
@@ -285,6 +290,7 @@ class ModelFreeEngine:
             end = request.num_computed_tokens
             start = end - num_tokens
             tables = self.scheduler.kv_cache_manager.get_block_ids(req_id)
+            self._age(tables, start, end)
             for group, (table, window) in enumerate(zip(tables, self._windows, strict=True)):
                 first, first_written = 0, start // BLOCK_TOKENS
                 if window == MAMBA:
@@ -300,18 +306,43 @@ class ModelFreeEngine:
                 for i in range(first_written, end // BLOCK_TOKENS):
                     self._device[group, table[i]] = request.block_hashes[i]
 
+    def _age(self, tables: Any, start: int, end: int) -> None:
+        """Note on which weights the blocks of a step depend: the present ones, and those of all blocks it reads."""
+        weights = {self.weights}
+        for group, (table, window) in enumerate(zip(tables, self._windows, strict=True)):
+            first = 0 if window is None else max(0, start - (1 if window == MAMBA else window - 1)) // BLOCK_TOKENS
+            for block_id in table[first : -(-start // BLOCK_TOKENS)]:
+                weights |= self._ages.get((group, block_id), set()) if block_id else set()
+        for group, table in enumerate(tables):
+            for block_id in table[start // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]:
+                self._ages[group, block_id] = weights
+
     def _store(self, device: Any, host: Any) -> None:
-        for group, block_id, host_id in _pairs(device, host):
-            self._host[host_id] = (group, self._device[group, block_id])
+        for group, block_id, host_id in self._pairs(device, host):
+            self._host[host_id] = (group, self._device[group, block_id], self._ages[group, block_id])
 
     def _load(self, host: Any, device: Any) -> None:
-        for group, block_id, host_id in _pairs(device, host):
-            stored_group, content = self._host[host_id]
+        for group, block_id, host_id in self._pairs(device, host):
+            stored_group, content, weights = self._host[host_id]
+            if weights != {self.weights}:
+                raise AssertionError(f"host block {host_id} is of weights {weights}, not {self.weights}")
             if stored_group != group:
                 raise AssertionError(f"host block {host_id} is of group {stored_group}, not {group}")
-            self._device[group, block_id] = content
+            self._device[group, block_id], self._ages[group, block_id] = content, weights
             self.loaded_blocks += 1
             self.loaded_positions += group == self._windows.index(None)
+
+    def _pairs(self, device: Any, host: Any) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """Yield (group, device block, host block and place in it) of a transfer."""
+        num_parts, block_ids, host_ids = self._chunk_blocks, iter(device.block_ids.tolist()), host.block_ids.tolist()
+        if num_parts == 1:
+            groups = [group for group, size in enumerate(device.group_sizes) for _ in range(size)]
+            yield from zip(groups, block_ids, [(host_id, 0) for host_id in host_ids], strict=True)
+            return
+        # Without windows, the blocks of a transfer follow each other in the prompt.
+        (size,), (first,) = device.group_sizes, device.block_indices
+        for place, block_id in zip(range(first, first + size), block_ids, strict=True):
+            yield 0, block_id, (host_ids[place // num_parts - first // num_parts], place % num_parts)
 
     def _runner_output(self, output: Any, flushed: set[int]) -> ModelRunnerOutput:
         req_ids = list(output.num_scheduled_tokens)
@@ -335,13 +366,6 @@ class ModelFreeEngine:
             sampled_token_ids=sampled,
             kv_connector_output=KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=worker_meta),
         )
-
-
-def _pairs(device: Any, host: Any) -> Iterator[tuple[int, int, int]]:
-    """Yield (group, device block, host block) of a transfer; one device block in each host block."""
-    block_ids, host_ids = device.block_ids.tolist(), host.block_ids.tolist()
-    groups = [group for group, size in enumerate(device.group_sizes) for _ in range(size)]
-    yield from zip(groups, block_ids, host_ids, strict=True)
 
 
 def _group_spec(window: int | str | None) -> Any:

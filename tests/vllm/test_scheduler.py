@@ -4,16 +4,19 @@ The tests cover the order of stores and loads, waiting for blocks that are being
 several KV-cache groups and the arbiter. The worker copies between dictionaries (scheduling.py).
 """
 
+import os
 import random
 from dataclasses import replace
 
 import pytest
 from scheduling import BLOCK_TOKENS, CLOCK, SLIDING, tokens
+from vllm.v1.request import RequestStatus
 
 from kvcache.registry import POLICIES
 from kvcache.tiers.memory import MemoryTier
 
 FULL = (None,)
+NUM_RANDOM_STEPS = int(1000 * float(os.environ.get("KVCACHE_STRESS", "1")))
 
 
 def storm(seed, num_requests=60, longest=12):
@@ -132,3 +135,38 @@ def test_learned_rate_avoids_slow_tier(make_engine):
     # The first was loaded to learn, and given up when computing would have been done.
     assert (stats.arbiter_loads, stats.arbiter_cuts, stats.arbiter_give_ups) == (1, 3, 1)
     assert "computes: loading" in manager.arbiter.decisions[-1]
+
+
+HOST = {"reset_connector": True}
+RESETS = [{}, HOST, HOST, HOST | {"reset_running_requests": True}]
+
+
+@pytest.mark.parametrize(
+    ("windows", "options"),
+    [(FULL, {}), (FULL, {"blocks_per_chunk": 2}), (FULL, {"offload_prompt_only": False}), (SLIDING, {})],
+)
+def test_loads_are_of_present_weights(make_engine, windows, options):
+    """Weights are updated under running requests; vLLM answers False, and its device keeps what it has."""
+    dice = random.Random(59)
+    engine = make_engine(60, 60, step_tokens=40, windows=windows, max_num_seqs=4, max_model_len=512, **options)
+    stems = [tokens(stem, 8) for stem in range(3)]
+    scheduler, answers = engine.scheduler, []
+    for number in range(NUM_RANDOM_STEPS):
+        if dice.random() < 0.3:
+            prompt = dice.choice(stems)[: dice.randrange(1, 128)] + tokens(1000 + number, 1)[: dice.randrange(1, 16)]
+            engine.add(str(number), prompt, max_tokens=dice.randrange(1, 30))
+        engine.step()
+        if dice.random() < 0.03 and scheduler.requests:
+            scheduler.finish_requests(dice.choice(sorted(scheduler.requests)), RequestStatus.FINISHED_ABORTED)
+        if dice.random() < 0.1:
+            engine.drain()
+            if dice.random() < 0.5:
+                assert scheduler.reset_prefix_cache()
+        if dice.random() < 0.02:
+            reset = dice.choice(RESETS)
+            try:
+                answers.append(scheduler.reset_prefix_cache(**reset))
+            except RuntimeError:
+                continue  # a load is under way: the connector is as it was
+            engine.weights += "reset_connector" in reset
+    assert min(answers.count(True), answers.count(False), engine.loaded_blocks) > 5

@@ -24,6 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvcache import events
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.pool import BlockPool
+from kvcache.integrations.vllm.device_cache import DeviceCache
 from kvcache.integrations.vllm.metrics import MetricsSource
 from kvcache.integrations.vllm.releases import Release
 from kvcache.request import ReqContext, path_after
@@ -67,6 +68,11 @@ class EngineRequest(ReqContext):
         self.waits_until_s: float | None = None
         self.may_load_below: bool = req_context.load_tier_filter.allows(Medium.STORAGE, None)
         self.set_offload_key_positions(req_context._offload_key_positions)
+
+    @property
+    def head(self) -> bytes:
+        """The first key that vLLM gave a position: of one group of KV caches, the prompt's first; empty without any."""
+        return next(iter(self.positions or ()), b"")
 
     def begin_transfer(self, keys: list[bytes], num_resets: int) -> None:
         """Record the order of keys before a transfer, and the number of resets."""
@@ -115,6 +121,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._pool = manager if isinstance(manager, BlockPool) else manager.pool
         self._num_resets = 0
         self._failed: list[bytes] = []
+        self.device = DeviceCache()
         self.metrics = MetricsSource(manager)
         self._release = release
 
@@ -146,6 +153,7 @@ class KVCacheOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
         ours, keys = self._used(req_context), list(keys)
         spec = self._manager.prepare_load(keys, ours)
+        self.device.begin_load(ours.req_id)
         ours.begin_transfer(keys, self._num_resets)
         ours.waits_until_s = None
         return spec if self.spec_type is None else self._engine_spec(spec)
@@ -165,6 +173,7 @@ class KVCacheOffloadingManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         ours = req_context.get_state(EngineRequest)
+        self.device.end_load(ours.req_id)
         self._manager.complete_load(ours.end_transfer(keys, self._num_resets), self._open_request(ours))
 
     def _open_request(self, ours: EngineRequest) -> EngineRequest | None:
@@ -172,6 +181,8 @@ class KVCacheOffloadingManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
         ours = self._used(req_context)
+        if not self.device.may_store(ours):
+            keys = []
         output = self._manager.prepare_store(keys, ours)
         if output is None and len(keys) > self._pool.num_blocks:
             # vLLM would offer a batch that never fits at every step, and more keys each time.
@@ -223,9 +234,11 @@ class KVCacheOffloadingManager(OffloadingManager):
                 # Keys behind the prompt, of a reply, count as used only by a store or a load that names them.
                 self._used(req_context)
             ours.has_ended = True
+            self.device.end_request(ours.req_id)
             self._manager.on_request_finished(ours, use_positions=self.path_group is None)
 
     def on_schedule_end(self, context: Any = None) -> None:
+        self.device.end_step(context)
         self._manager.on_schedule_end()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -249,6 +262,13 @@ class KVCacheOffloadingManager(OffloadingManager):
         # vLLM passes no version, and new weights reach its workers without passing the scheduler.
         self._num_resets += 1
         self._manager.reset_cache(version)
+        self.device.reset()
+        # Without such a reset, look-ups cost no more.
+        self.lookup = self._lookup_and_note  # type: ignore[method-assign]
+
+    def _lookup_and_note(self, key: bytes, req_context: Any) -> LookupResult:
+        self.device.note_lookup(key, req_context.get_state(EngineRequest))
+        return type(self).lookup(self, key, req_context)
 
     def shutdown(self) -> None:
         self._manager.shutdown()

@@ -93,6 +93,7 @@ class KVCacheOffloadingSpec(TieringOffloadingSpec):
             self._manager = self._make_manager()
             self._manager.info = (self.num_blocks, self.num_blocks * self.block_bytes)
             self._manager.spec_type = self.copies.spec_type
+            self._manager.device.is_exact = len(self.config.groups) == self.blocks_per_chunk == 1
             logger.info("%s", self._description(self._manager))
         return self._manager
 

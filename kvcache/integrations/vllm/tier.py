@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcache.assembly.assemble import open_tiers
+from kvcache.integrations.vllm.device_cache import DeviceCache
 from kvcache.integrations.vllm.identity import check_readable, chunk_fingerprint, engine_config
 from kvcache.integrations.vllm.manager import EngineRequest
 from kvcache.integrations.vllm.metrics import SampleChanges, tier_metric_definitions
@@ -101,7 +102,7 @@ class KVCacheTier(SecondaryTierManager):
         use_engine_log()
         tier_options, settings = read_tier(options)
         host_blocks = np.asarray(primary_kv_view)
-        num_chunks, self._row_bytes = host_blocks.shape
+        num_chunks, row_bytes = host_blocks.shape
         max_store_blocks = tier_options.max_store_blocks or max(1, num_chunks // 2)
         settings = replace(settings, config=replace(settings.config, max_store_blocks=max_store_blocks))
         # Not closed: vLLM removes the region after this tier has ended, and the record goes with the process.
@@ -129,7 +130,10 @@ class KVCacheTier(SecondaryTierManager):
         self._results: list[JobResult] = []
         self._changes = SampleChanges(tier_metric_definitions())
         self._labels = (("tier", f"{_place_of(options, offloading_spec)}:{tier_type}"), ("medium", str(tier.medium)))
-        self._block_size = offloading_spec.tokens_per_block[0] * offloading_spec.blocks_per_chunk
+        # Tokens and bytes of a block.
+        self._block_sizes = offloading_spec.tokens_per_block[0] * offloading_spec.blocks_per_chunk, row_bytes
+        self._device = DeviceCache()
+        self._device.is_exact = len(offloading_spec.config.groups) == offloading_spec.blocks_per_chunk == 1
         self._next_stats_s = 0.0
         _LOG.info("vLLM's tier %s: %s", tier_type, describe_tier(tier.stats()))
 
@@ -138,6 +142,7 @@ class KVCacheTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         self._requests[req_context.req_id] = _Request(req_context)
+        self._device.begin(req_context.req_id)
         return RequestOffloadingContext(policy=OffloadPolicy(self._options.offload_policy))
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -145,6 +150,8 @@ class KVCacheTier(SecondaryTierManager):
         if answer is None:
             answer = self._look_up(key, req_context)
         request = self._requests.get(req_context.req_id)
+        if request is not None and self._device.heads is not None:
+            self._device.note_lookup(key, request)
         return LookupResult.MISS if request is not None and key in request.failed else answer
 
     def _look_up(self, key: bytes, req_context: Any) -> LookupResult:
@@ -176,7 +183,7 @@ class KVCacheTier(SecondaryTierManager):
         keys = sorted(chunk_of, key=lambda key: positions.get(key, 0))
         may_send = controller.may_send(is_load, now_s)
         room = controller.room(is_load) if may_send else 0
-        if not is_load and request is not None and request.predates_reset:
+        if not is_load and request is not None and (request.predates_reset or not self._device.may_store(request)):
             may_send, room = True, 0
         num_refused = max(len(keys) - room, 0) if may_send and not is_load else 0
         self._num_refused += num_refused
@@ -215,7 +222,7 @@ class KVCacheTier(SecondaryTierManager):
 
     def _end_job(self, job: TierJob, result: TierResult, now_s: float) -> None:
         req_id, keys, num_refused = self._engine_jobs.pop(job.job_id)
-        num_bytes = len(result.done) * self._row_bytes
+        num_bytes = len(result.done) * self._block_sizes[1]
         seconds = now_s - (job.sent_s or now_s)
         if result.start_s is not None and result.end_s is not None:
             seconds = result.end_s - result.start_s
@@ -257,6 +264,7 @@ class KVCacheTier(SecondaryTierManager):
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
             return
+        self._device.end_request(req_context.req_id)
         if positions := request.positions:
             # Blocks that were found on the device or in host memory stay recent in the tier, too.
             self._controller.touch(sorted(positions, key=positions.__getitem__), request)
@@ -264,6 +272,7 @@ class KVCacheTier(SecondaryTierManager):
 
     def on_schedule_end(self, context: Any) -> None:
         self._answers.clear()
+        self._device.end_step(context)
         self._controller.pass_on_uses()
 
     def has_pending_work(self) -> bool:
@@ -281,6 +290,7 @@ class KVCacheTier(SecondaryTierManager):
         # vLLM calls this only when it resets host memory.
         if self._options.forget_on_reset:
             self._controller.reset(self.clock())
+            self._device.reset()
             for request in self._requests.values():
                 request.predates_reset = True
 
@@ -305,7 +315,7 @@ class KVCacheTier(SecondaryTierManager):
         stats = self._controller.stats()
         tier = replace(stats.tier, refused_blocks=stats.tier.refused_blocks + self._num_refused)
         part = Part("tier", replace(stats, tier=tier), self._labels)
-        return self._changes.since_last([part], self._block_size, self._row_bytes)
+        return self._changes.since_last([part], *self._block_sizes)
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
@@ -313,5 +323,5 @@ class KVCacheTier(SecondaryTierManager):
 
     def config_info(self) -> dict[str, Any]:
         stats = self._controller.stats().tier
-        values = (self._options.kind, stats.medium, stats.num_blocks, stats.num_blocks * self._row_bytes)
+        values = (self._options.kind, stats.medium, stats.num_blocks, stats.num_blocks * self._block_sizes[1])
         return dict(zip(self.config_info_keys({}), values, strict=True))
