@@ -48,6 +48,19 @@ def test_check_unreachable_store_is_error(kind):
     assert text_of(findings, "error").removeprefix("it cannot be used: ").startswith(address)
 
 
+def test_check_continues_behind_odd_error(monkeypatch, tmp_path):
+    pytest.importorskip("xxhash")
+    memory = importlib.import_module("kvcache.tiers.memory").MemoryTier
+    for name in ("unavailable_reason", "doubt"):
+        monkeypatch.setattr(memory, name, lambda _: 1 / 0)
+        findings = check_config(tiered({"type": "memory", "capacity": "1MiB"}, disk(tmp_path / "kv")))
+        levels = {finding.text: finding.level for finding in findings}
+        expected = "error" if name == "unavailable_reason" else "warning"
+        assert levels["it cannot be checked: ZeroDivisionError: division by zero"] == expected
+        assert any(text.startswith("jobs of at most") for text in levels)
+        monkeypatch.undo()
+
+
 def test_check_names_missing_packages_with_extra(monkeypatch):
     for module in ("valkey", "prometheus_client"):
         monkeypatch.setitem(sys.modules, module, None)

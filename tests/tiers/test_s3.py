@@ -5,6 +5,7 @@ import re
 import resource
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 from local_stores import LocalS3
@@ -187,18 +188,18 @@ def test_deleting_process_has_bounds(local, tier, monkeypatch, act):
     paths = private_blocks(tier, local)
     local.calls.clear()
     local._server.num_sent = 0
+    is_over = Event()
     if act is None:
-        monkeypatch.setattr(
-            s3, "_DELETE", s3._DELETE.replace("limit_process()", "import signal; signal.raise_signal(14)")
-        )
-    else:
-        local.spoil(act, "LIST")
+        soon = "from kvcache.tiers import s3; s3._DELETE_S = 1; limit_process()\n"
+        monkeypatch.setattr(s3, "_DELETE", s3._DELETE.replace("limit_process()\n", soon))
+    local.spoil(act or (lambda request: is_over.wait()), "LIST")
     tier.reset()
     wait_for_reset(tier)
     assert (store(tier, KEYS[:2], 60).done, local.calls["GET"]) == (KEYS[:2], 0)
     until(lambda: tier._life.maintain(60) and tier._deletion is None)
     assert (tier.stats().undeleted_blocks, set(paths) <= local.objects.keys()) == (5, True)
     assert ("delete" in tier.stats().last_error, local._server.num_sent < 800) == (act is not None, True)
+    is_over.set()
     local.heal()
     monkeypatch.undo()
     set_credentials(monkeypatch)
