@@ -519,3 +519,15 @@ def test_newest_first_is_sorted(tmp_path, hits):
     found = hits(log(tmp_path, chats_of(CHATS)[::-1]))
     assert found[:2] == PLAIN
     assert found[2].endswith("14:02 to 14:18 UTC, sorted")
+
+
+def test_counts_beside_prompts_are_not_read(tmp_path, hits):
+    counts = {"conversation_id": "c", "prompt_tokens": 900}
+    assert hits(log(tmp_path, [record | counts for record in chats_of(CHATS)]))[:2] == PLAIN
+    rows = [[*range(40 + 5 * i)] for i in range(9)]
+    assert hits(log(tmp_path, [counts | {"token_ids": row} for row in rows]))[:2] == expected(rows)
+
+
+def test_timestamp_of_trace_is_its_time(tmp_path, hits):
+    same = {"input_length": 512, "hash_ids": [1], "startTime": ISO[0]}
+    assert "over 5 s" in hits(log(tmp_path, [same | {"timestamp": 1000 * i} for i in range(6)]))[2]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvcache.lab.traces.formats import describe
-from kvcache.lab.traces.records import BODIES, EMPTY, TOKENS, nested, parsed, shown
+from kvcache.lab.traces.records import BODIES, EMPTY, TIMES, TOKENS, nested, parsed, shown
 from kvcache.lab.traces.requests import BadRecord
 
 _TOOLS = ("tools", "functions", "tool_config")
@@ -51,32 +51,32 @@ _RESULTS = {"tool_result", "tool_call_response", "functionResponse", "toolResult
 # Engines leave the thoughts of earlier turns out; a cache point marks a place, and is no content.
 _UNRENDERED = {"thinking", "redacted_thinking", "reasoning", "reasoningContent", "cachePoint", "thought"}
 _KNOWN = """
-account_id add_generation_prompt add_special_tokens allowed_openai_params allowed_token_ids answer answers
+_id account_id add_generation_prompt add_special_tokens allowed_openai_params allowed_token_ids answer answers
 anthropic_beta anthropic_version api_base api_key audio background bad_words best_of betas cache cache_key
 calculated_total_cost candidates candidates_token_count chat_id choices chosen completed_at completion
 completion_start_time completions continue_final_message conversation_hash conversation_id cost cost_details costs
 country custom_id custom_llm_provider description detoxify_moderation dropped_attributes_count duration
 ec_transfer_params echo end_time end_user ended_at endpoint environment error evaluation event events events_count
-exception extra_headers feedback finish_reason flags format frequency_penalty function_call generated_text
-generation_config guardrail_config guided_choice guided_decoding_backend guided_grammar guided_json guided_regex
-hashed_ip header headers hidden_params host id identity ids ignore_eos include include_reasoning inference_config
-invocation_parameters ip is_request keep_alive key_alias key_hash kind kv_transfer_params label labels language
-latency length_penalty level links litellm_params log_format logger logit_bias logit_processors logits_processors
-logprobs max_completion_tokens max_output_tokens max_tokens max_tool_calls message_id metadata method min_p min_tokens
-modalities model model_group model_id model_info model_map_information model_parameters moderation n name names
-num_retries object openai_moderation operation options organization out output output_config output_messages outputs
-parallel_tool_calls parameters params parent_id parent_observation_id parent_span_id path prediction presence_penalty
-priority project project_id prompt_cache_key prompt_cache_retention prompt_id prompt_logprobs prompt_name
-prompt_version provider raw raw_response reasoning redacted referer region rejected release repetition_penalty
-request_headers request_id request_tags requester_ip_address resource response response_body response_format
-response_headers response_id response_json responses result results return_token_ids return_tokens_as_token_ids rid
-route safety_identifier safety_settings sampling sampling_params schema scope scores seed service_tier session_id
-severity skip_special_tokens spaces_between_special_tokens span_id spend standard_logging_object state stats status
-status_code status_message stop stop_reason stop_sequences stop_token_ids store stream stream_options
-structured_outputs tags team_id telemetry temperature text thinking thinking_config thread_id time_to_first_token
-timeout tool_choice tool_params top_k top_logprobs top_p total_cost toxic trace_id trace_state truncation turn type
-updated_at url usage usage_details usage_metadata use_beam_search user user_agent user_id verbosity version vllm_xargs
-web_search_options
+exception expected extra extra_headers feedback finish_reason flags format frequency_penalty function_call
+generated_text generation_config guardrail_config guided_choice guided_decoding_backend guided_grammar guided_json
+guided_regex hashed_ip header headers hidden_params host id identity ids ignore_eos include include_reasoning
+inference_config invocation_parameters ip is_request keep_alive key_alias key_hash kind kv_transfer_params label
+labels language latency length_penalty level links litellm_params log_format logger logit_bias logit_processors
+logits_processors logprobs max_completion_tokens max_output_tokens max_tokens max_tool_calls message_id metadata
+method min_p min_tokens modalities model model_group model_id model_info model_map_information model_parameters
+moderation n name names num_retries object openai_moderation operation options organization out output output_config
+output_messages outputs parallel_tool_calls parameters params parent_id parent_observation_id parent_span_id path
+prediction presence_penalty priority project project_id prompt_cache_key prompt_cache_retention prompt_id
+prompt_logprobs prompt_name prompt_version properties provider raw raw_response reasoning redacted referer region
+rejected release repetition_penalty request_headers request_id request_tags requester_ip_address resource response
+response_body response_format response_headers response_id response_json responses result results return_token_ids
+return_tokens_as_token_ids rid route safety_identifier safety_settings sampling sampling_params schema scope scores
+seed service_tier session_id severity skip_special_tokens spaces_between_special_tokens span_attributes span_id spend
+standard_logging_object state stats status status_code status_message stop stop_reason stop_sequences stop_token_ids
+store stream stream_options structured_outputs tags team_id telemetry temperature text thinking thinking_config
+thread_id time_to_first_token timeout tool_choice tool_params top_k top_logprobs top_p total_cost toxic trace_id
+trace_state truncation turn type updated_at url usage usage_details usage_metadata use_beam_search user user_agent
+user_id verbosity version vllm_xargs web_search_options
 """
 KNOWN = frozenset(_KNOWN.split())
 """Fields that are no part of a prompt. `text` is one only where it is an object, as in OpenAI's Responses."""
@@ -124,7 +124,7 @@ def unknown_fields(named: Mapping[str, Any], fields: Iterable[str]) -> list[str]
     """Return the names of fields that hold text or lists and are neither read nor known."""
     if any(name in TOKENS for name in fields):
         return []  # engines have rendered all others into the token ids
-    names = [name for name in named if name not in KNOWN and name not in fields and name[:1] != "_"]
+    names = [name for name in named if name not in KNOWN and name not in TIMES and name not in fields]
     return [name for name in names if _is_text(parsed(named[name]))]
 
 
@@ -201,6 +201,8 @@ def _literal(text: str, name: str) -> list[Any]:
 
 def _tokens(value: list[Any], name: str) -> list[int]:
     for token in value:
+        if name in _CHATS:
+            raise BadRecord(f"{name} must be messages with roles, got {shown(token)}")
         if type(token) is not int or not 0 <= token <= _MAX_TOKEN:
             raise BadRecord(f"{name} must be ints in 0..2**31-1, got {shown(token)}")
     return value

@@ -16,7 +16,17 @@ import numpy as np
 
 from kvcache.lab.traces.formats import CONVERSATIONS, COUNTS, MAKE, OBJECTS, describe
 from kvcache.lab.traces.prompts import fields_of, prompts_of, unknown_fields
-from kvcache.lab.traces.records import EMPTY, Clock, parsed, plain, reason_to_leave_out, requests_in, shown
+from kvcache.lab.traces.records import (
+    BODIES,
+    EMPTY,
+    TOKENS,
+    Clock,
+    parsed,
+    plain,
+    reason_to_leave_out,
+    requests_in,
+    shown,
+)
 from kvcache.lab.traces.requests import TIME_UNITS, BadRecord, Reading, ReadOptions, TraceError, tokens_of
 from kvcache.lab.traces.turns import (
     SHORTEST_PROMPT,
@@ -181,15 +191,18 @@ class RecordReader:
         """Return the requests of a record of a log."""
         if not self._options.prompt_fields:
             column = _first(named, OBJECTS)
+            is_row = is_row and _first(named, (*BODIES, *TOKENS)) is None
             if is_row and column is not None and (column in OBJECTS[:4] or named.keys() <= _ACCESSES):
                 digest = hashlib.blake2b(named[column].strip().encode(), digest_size=8).digest()
                 self._settle("accesses")
                 ids = [int.from_bytes(digest, "little") >> 1]
                 return [Access(ids, self._made_tokens, 0, self._clock.time_of(named, "s"))]
-            # Look for counts first: their records may also have text, which is not the whole prompt.
             usage = _usage(named)
             conversation, count = _first(named, CONVERSATIONS), _first(usage, COUNTS)
-            if conversation is not None and count is not None and _is_name(named[conversation]):
+            # Counts may stand beside text that is not the whole prompt; a tokenizer says that it is.
+            bodies = (*TOKENS, *(BODIES if self._options.tokenize else ()))
+            has_prompt = _first(named, (name for name in bodies if name != conversation)) is not None
+            if conversation is not None and count is not None and not has_prompt and _is_name(named[conversation]):
                 return [self._count(named, usage, str(named[conversation]), count)]
         return self._prompts(named)
 

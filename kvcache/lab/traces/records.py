@@ -25,13 +25,13 @@ TOKENS = ("prompt_token_ids", "token_ids", "input_ids")
 """Fields that hold a whole prompt as an engine has rendered it."""
 _TIMES = dict.fromkeys(
     (
-        *("start_time", "starttime", "request_start_time", "arrived_at", "arrival_time", "received_at", "requested_at"),
-        *("request_created_at", "timestamp", "@timestamp", "time", "ts", "tstamp", "created", "created_at"),
+        *("timestamp", "start_time", "starttime", "request_start_time", "arrived_at", "arrival_time", "received_at"),
+        *("requested_at", "request_created_at", "@timestamp", "time", "ts", "tstamp", "created", "created_at"),
         *("clock_time", "time_iso8601", "time_local", "msec"),
     )
 )
-_UNITS_OF = _TIMES | {f"{name}_{unit}": unit for name in _TIMES for unit in ("ms", "us", "ns")}
-_UNITS_OF |= {"start_time_unix_nano": "ns", "time_unix_nano": "ns"}
+TIMES: dict[str, str | None] = _TIMES | {f"{name}_{unit}": unit for name in _TIMES for unit in ("ms", "us", "ns")}
+TIMES |= {"start_time_unix_nano": "ns", "time_unix_nano": "ns"}
 _MAX_TIME = 1e20
 _SHOWN_CHARS = 60
 # Dotted attributes of spans, and the names of the same facts in a request.
@@ -107,7 +107,7 @@ class Clock:
     """
 
     def __init__(self, unit: str | None, zone: tzinfo = UTC) -> None:
-        self.name = ""
+        self.name = "timestamp"
         self._unit = unit
         self._zone = zone
 
@@ -115,8 +115,8 @@ class Clock:
         """Return the arrival of a record in seconds, or None; numbers count `unit` if nothing names another one."""
         value: Any = named.get(self.name)
         if value is None or value == "":
-            fitting = named.keys() & _UNITS_OF.keys()
-            names = [name for name in _UNITS_OF if name in fitting and named[name] not in EMPTY] if fitting else []
+            fitting = named.keys() & TIMES.keys()
+            names = [name for name in TIMES if name in fitting and named[name] not in EMPTY] if fitting else []
             if not names:
                 return None
             self.name = names[0]
@@ -131,7 +131,7 @@ class Clock:
                 return self._calendar(text)
         if type(value) not in (int, float) or not 0 <= value <= _MAX_TIME:
             raise BadRecord(f"{self.name} must be a number in 0..1e20 or ISO 8601, got {shown(value)}")
-        return float(value * TIME_UNITS[self._unit or _UNITS_OF[self.name] or unit])
+        return float(value * TIME_UNITS[self._unit or TIMES[self.name] or unit])
 
     def _calendar(self, text: str) -> float:
         for parse in (datetime.fromisoformat, lambda text: datetime.strptime(text, "%d/%b/%Y:%H:%M:%S %z")):
