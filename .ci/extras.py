@@ -46,7 +46,7 @@ PAGES = {
     "docs/howto/replay.md": "cli,plot",
     "docs/howto/retention.md": "",
     "docs/howto/rl.md": "",
-    "docs/howto/routers.md": "+msgspec,+pyzmq",
+    "docs/howto/routers.md": "cli,+msgspec,+pyzmq",
     "docs/howto/sglang.md": "cli,disk,prometheus",
     "docs/howto/stores.md": "cli,s3,valkey",
     "docs/howto/tier.md": "",
