@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import obstore
 
-from kvcache.tiers.valkey_wire import Channel
+from kvcache.tiers.channel import Channel
 
 _MAX_TEXT_BYTES = 4096
 _MAX_LINES = 200

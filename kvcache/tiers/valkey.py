@@ -37,7 +37,7 @@ from kvcache.options import (
 from kvcache.tiers.base.codec import Codec, parse_codec
 from kvcache.tiers.base.job_tier import BlockOutcome, TierBatch
 from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier
-from kvcache.tiers.valkey_wire import MISSING, Channel, ServerError, channel, pack, pack_set
+from kvcache.tiers.valkey_wire import MISSING, ServerChannel, ServerError, channel, pack, pack_set
 
 if TYPE_CHECKING:
     from kvcache.tiers.base.tier import HostBlocks
@@ -199,7 +199,7 @@ class ValkeyTier(SharedStoreTier):
     def are_held(self, names: list[bytes]) -> Sequence[bool]:
         held = [False] * len(names)
 
-        def ask(server: Channel, positions: Sequence[int]) -> None:
+        def ask(server: ServerChannel, positions: Sequence[int]) -> None:
             server.send([pack(b"EXISTS", names[i]) for i in positions])
             for i in positions:
                 held[i] = server.read_count() > 0
@@ -221,7 +221,7 @@ class ValkeyTier(SharedStoreTier):
                 return [pack(b"TOUCH", *(names[i] for i in positions))]
             return [pack(b"PEXPIRE", names[i], ttl) if ttl else pack(b"TOUCH", names[i]) for i in positions]
 
-        def read_held(server: Channel, positions: Sequence[int]) -> list[bool]:
+        def read_held(server: ServerChannel, positions: Sequence[int]) -> list[bool]:
             if is_counted:
                 num_held = server.read_count()
                 if num_held in (0, len(positions)):
@@ -229,7 +229,7 @@ class ValkeyTier(SharedStoreTier):
                 server.send([pack(b"EXISTS", names[i]) for i in positions])
             return [server.read_count() > 0 for _ in positions]
 
-        def store(server: Channel, positions: Sequence[int]) -> None:
+        def store(server: ServerChannel, positions: Sequence[int]) -> None:
             # Another engine may be storing the same blocks, so this is asked right before each window.
             server.send(ask(positions[:size]))
             for first in range(0, len(positions), size):
@@ -263,7 +263,7 @@ class ValkeyTier(SharedStoreTier):
         buffers = batch.buffers
         window = max(1, _WINDOW_BYTES // self.block_bytes)
 
-        def load(server: Channel, positions: Sequence[int]) -> None:
+        def load(server: ServerChannel, positions: Sequence[int]) -> None:
             seal = memoryview(bytearray(SEAL_BYTES))
             for number, i in enumerate(positions):
                 if number % window == 0:
@@ -331,7 +331,7 @@ class ValkeyTier(SharedStoreTier):
                 raise OSError(f"{self._address}: {_shown(error)}") from None
             raise PermissionError(f"{self._address} refuses the credentials: {_shown(error)}") from None
 
-    def _converse(self, names: list[bytes], talk: Callable[[Channel, Sequence[int]], None]) -> None:
+    def _converse(self, names: list[bytes], talk: Callable[[ServerChannel, Sequence[int]], None]) -> None:
         """Call `talk` for each server that holds some of `names`, with their positions.
 
         If a cluster may have moved them, read its topology and call once more; after a stall, the next batch does so.

@@ -38,10 +38,11 @@ from stores import (
 )
 from valkey import Valkey
 
-from kvcache.tiers import valkey, valkey_wire
+from kvcache.tiers import channel, valkey
 from kvcache.tiers.base.checksum import Namespace
+from kvcache.tiers.channel import WireError
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyOptions, ValkeyTier, clear_server
-from kvcache.tiers.valkey_wire import Channel, WireError
+from kvcache.tiers.valkey_wire import ServerChannel
 
 BLOCK_BYTES = 4096
 DOCUMENTED = "~kvcache:* +get +set +exists +touch +pexpire +unlink +scan +cluster|slots +command"
@@ -202,14 +203,14 @@ def test_partial_sends_go_on(kind):
     with theirs:
         reader.start()
         with ours:
-            Channel(ours, 5.0).send(buffers)
+            ServerChannel(ours, 5.0).send(buffers)
         reader.join()
     assert b"".join(received) == b"".join(buffers)
 
 
 def test_deadline_is_of_batch_or_answer(monkeypatch):
     clock, (ours, theirs) = Clock(), socket.socketpair()
-    monkeypatch.setattr(valkey_wire.time, "monotonic", clock)
+    monkeypatch.setattr(channel.time, "monotonic", clock)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     ours.settimeout(30)
 
@@ -220,7 +221,7 @@ def test_deadline_is_of_batch_or_answer(monkeypatch):
                 time.sleep(0.01)
 
     with ours, theirs:
-        server = Channel(ours, 5.0)
+        server = ServerChannel(ours, 5.0)
         for _ in range(3):
             theirs.sendall(b":1\r\n")
             clock.now_s += 4.0
@@ -238,7 +239,7 @@ def test_deadline_is_of_batch_or_answer(monkeypatch):
 @pytest.mark.parametrize("use", ["read_count", "send"])
 def test_stall_near_deadline_adds_nothing(monkeypatch, use):
     clock, calls = Clock(), count()
-    monkeypatch.setattr(valkey_wire, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=clock))
 
     def move(data):
         # One byte a moment before the limit, and then none.
@@ -250,7 +251,7 @@ def test_stall_near_deadline_adds_nothing(monkeypatch, use):
 
     end = Mock(recv_into=move, sendall=move)
     with pytest.raises(WireError, match="for 5 s" if use == "send" else "than 5 s"):
-        Channel(end, 5.0).send([b"x", b"y"]) if use == "send" else Channel(end, 5.0).read_count()
+        ServerChannel(end, 5.0).send([b"x", b"y"]) if use == "send" else ServerChannel(end, 5.0).read_count()
     assert clock.now_s == 105.0
 
 
