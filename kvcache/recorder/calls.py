@@ -186,7 +186,6 @@ class RecordedCalls:
 
     # ---- calls whose arguments are not a list of keys and a request, by the name of the method ------------------
 
-    _is_coming = _of_key
     _reorder = _on_schedule_end = _without_keys
 
     def _reset_cache(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -183,28 +183,54 @@ class TieredOffloadingManager(OffloadingManager):
     def lookup(self, keys: Any = None, req_context: ReqContext | None = None, *, key: Any = None) -> bool | int | None:
         if keys is None:
             keys = key
-        if isinstance(keys, bytes):
-            if self._is_ready(keys, req_context):
-                return True
-            answer = self._answer([keys], req_context)
-            return None if answer is None else answer == 1
-        return self._answer(as_key_list(keys), req_context)
+        is_one = isinstance(keys, bytes)
+        keys = [keys] if is_one else as_key_list(keys)
+        if is_one and self._is_ready(keys, req_context):
+            return True
+        num_ready, num_coming, ask_again = self._find(keys, req_context)
+        if num_coming or ask_again:
+            return None
+        return num_ready == 1 if is_one else num_ready
 
     def status(self, key: bytes, req_context: ReqContext | None = None) -> int:
         """Return the `BlockState` of one key. PENDING: it will become ready."""
-        return READY if self._is_ready(key, req_context) else self._status_below(key, req_context)
+        keys = [key]
+        if self._is_ready(keys, req_context):
+            return READY
+        num_ready, num_coming, ask_again = self._find(keys, req_context, True)
+        if num_coming:
+            return PENDING
+        return READY if num_ready else ASK_AGAIN if ask_again else ABSENT
 
-    def _is_ready(self, key: bytes, req_context: ReqContext | None) -> bool:
-        """Count a hit if host memory answers; one compiled call does, and needs no lock."""
-        if req_context is None or not self._is_open or self.pool.locate([key]) == [-1]:
+    def _is_ready(self, keys: list[bytes], req_context: ReqContext | None) -> bool:
+        """Count a hit if host memory has the one key; one compiled call tells, and needs no lock."""
+        if req_context is None or not self._is_open or self.pool.locate(keys)[0] < 0:
             return False
-        return self.pool.lookup(key, req_context) is True
+        return self.pool.lookup(keys[0], req_context) is True
 
     @atomic
-    @_while_open(False)
-    def is_coming(self, key: bytes, req_context: ReqContext | None = None) -> bool:
-        """Return whether a block that is not ready is known to be held, and on its way to this request."""
-        return self._promotion.is_coming(key, req_context)
+    def _find(
+        self, keys: list[bytes], req_context: ReqContext | None, is_status: bool = False
+    ) -> tuple[int, int, bool]:
+        """Return what `Promotion.find` does, and count the look-up. A status also waits for blocks being stored."""
+        if not self._is_open:
+            self.pool.count_lookup(len(keys))
+            return 0, 0, False
+        # The first look-up of a step finds the blocks that have arrived since the last one.
+        if not self._has_results:
+            self._has_results = True
+            if any(controller.jobs for controller in self.controllers):
+                self._take_results(self._clock())
+        answer = num_ready, num_coming, ask_again = self._promotion.find(keys, req_context)
+        self.pool.count_lookup(len(keys))
+        if num_coming or ask_again:
+            return answer
+        if req_context is None:
+            self._pending.close(None)
+        self.pool.count_hits(num_ready)
+        if is_status and not num_ready and self._promotion.waits_for_store(keys[0], req_context):
+            return 0, 1, False
+        return answer
 
     @atomic
     def prepare_load(self, keys: Keys, req_context: ReqContext | None = None) -> LoadStoreSpec:
@@ -381,45 +407,6 @@ class TieredOffloadingManager(OffloadingManager):
     def tier_stats(self) -> list[TierControllerStats]:
         """Return the statistics of each tier, in order."""
         return [controller.stats() for controller in self.controllers]
-
-    @atomic
-    def _answer(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:
-        return self._find(keys, req_context)
-
-    @atomic
-    def _status_below(self, key: bytes, req_context: ReqContext | None) -> int:
-        self._take_results_once()
-        # An arbiter decides at each look-up whether the request still waits.
-        if self.arbiter is None and self._is_open and self._promotion.is_awaited(key, req_context):
-            self.pool.count_lookup(1)
-            return PENDING
-        answer = self._find([key], req_context)
-        if answer:
-            return READY
-        # Not through the public method, which a recorder would take for a call of its own.
-        if self._is_open and self._promotion.is_coming(key, req_context):
-            return PENDING
-        return ABSENT if answer == 0 else ASK_AGAIN
-
-    def _take_results_once(self) -> None:
-        """Handle the results of the tiers at the first look-up of a step, which then finds the blocks that arrived."""
-        if not self._has_results and self._is_open:
-            self._has_results = True
-            if any(controller.jobs for controller in self.controllers):
-                self._take_results(self._clock())
-
-    def _find(self, keys: list[bytes], req_context: ReqContext | None) -> int | None:
-        self._take_results_once()
-        num_ready = self.pool.match_prefix(keys, req_context)
-        self.pool.count_lookup(len(keys))
-        if not self._is_open:
-            return 0
-        if self._promotion.wait(keys, num_ready, req_context):
-            return None
-        if req_context is None:
-            self._pending.close(None)
-        self.pool.count_hits(num_ready)
-        return num_ready
 
     def _take_results(self, now_s: float) -> None:
         """Handle the results of the tiers since the last call, a bounded number."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvcache.block import ABSENT, READY
+from kvcache.block import ABSENT, PENDING, READY
 from kvcache.specs import block_ids_of
 from kvcache.tiering.controller import TierController, TierJob
 from kvcache.tiering.pending import PendingRequest, PendingRequests
@@ -55,44 +55,57 @@ class Promotion:
         self._job_of: dict[bytes, TierJob] = {}
         self.num_loads = 0
 
-    def wait(self, keys: list[bytes], num_ready: int, req_context: ReqContext | None) -> bool:
-        """Return whether a request waits for blocks below; `num_ready` of the first keys are in host memory."""
-        if num_ready == len(keys) or not self._controllers:
-            return False
-        now_s = self._pending.clock()
-        if not self._pending.of(req_context).may_wait(now_s):
-            return False
-        sources, is_unknown = self._worth_waiting(keys, num_ready, req_context, now_s)
-        behind = keys[num_ready : num_ready + len(sources)]
-        in_tiers = {
-            key: source for key, source in zip(behind, sources, strict=True) if isinstance(source, TierController)
-        }
-        jobs = dict.fromkeys(source for source in sources if isinstance(source, TierJob))
-        for job in jobs:
-            job.waiters.add(req_context)
-        if not (in_tiers or jobs or is_unknown):
-            return False
+    def find(self, keys: list[bytes], req_context: ReqContext | None) -> tuple[int, int, bool]:
+        """Return how many of the first keys are ready, how many behind them are coming, and whether to ask again.
+
+        While blocks are coming, or a tier has not answered yet, the request waits:
+
+        1. If a job already reads the one key for this request, nothing has changed.
+        2. Count the first keys that are in host memory. After its deadline, a request gets these alone.
+        3. Find the source of each next key, up to the first absent one: a job that reads it, or a tier that holds it.
+        4. With an arbiter, leave out the keys that are computed sooner than loaded.
+        5. Hold the ready blocks for the request, add it to the jobs' waiters, and note the rest for the step's end.
+        """
+        request, now_s = self._pending.of(req_context), self._pending.clock()
+        may_wait = request.may_wait(now_s)
+        # Engines ask key by key, at each step. An arbiter has to see each of them: it may stop the wait.
+        job = self._job_of.get(keys[0]) if len(keys) == 1 and self._arbiter is None else None
+        if job is not None and may_wait and req_context in job.waiters and not job.is_overdue:
+            return 0, 1, False
+        num_ready = self._pool.match_prefix(keys, req_context)
+        if num_ready == len(keys) or not may_wait:
+            return num_ready, 0, False
+        # A bounded number. The request waits for these first, and its next look-up finds more.
+        behind = keys[num_ready : num_ready + MAX_STEP_BLOCKS]
+        if self._arbiter is None or req_context is None:
+            sources, ask_again = self._sources_of(behind, request, now_s)
+        else:
+            sources, ask_again = self._worth_waiting(self._arbiter, behind, num_ready, req_context, now_s)
+        if not (sources or ask_again):
+            return num_ready, 0, False
+        in_tiers: dict[bytes, TierController] = {}
+        for key, source in zip(behind, sources, strict=False):
+            if isinstance(source, TierController):
+                in_tiers[key] = source
+            elif source is not None:
+                source.waiters.add(req_context)
+        # Nothing is sent before the end of the step, when the blocks of all requests go in few large jobs.
         self._pending.wait(req_context, keys, num_ready, in_tiers, now_s)
-        return True
+        return num_ready, len(sources), ask_again
 
-    def is_coming(self, key: bytes, req_context: ReqContext | None) -> bool:
-        """Return whether a block that is not ready is on its way to this request."""
-        if self._arbiter is not None and req_context is not None and self._arbiter.is_cut(key, req_context):
+    def waits_for_store(self, key: bytes, req_context: ReqContext | None) -> bool:
+        """Return whether the engine stores a block that was not found, and the request may still wait for that.
+
+        It waits no longer than for a tier: the request that stores the block may have been preempted.
+        """
+        if self._pool.states([key]) != bytes([PENDING]) or key in self._job_of:
             return False
-        job = self._job_of.get(key)
-        request = self._pending.of(req_context)
-        if job is not None:
-            return not job.is_overdue and request.may_wait(self._pending.clock())
-        if key in request.wanted or self._pool.states([key]) == bytes([ABSENT]):
-            return key in request.wanted
-        # The engine is storing the block. The request waits no longer for that than for a tier.
+        if req_context is None:
+            return True
+        if self._arbiter is not None and self._arbiter.is_cut(key, req_context):
+            return False
         now_s = self._pending.clock()
-        return req_context is None or self._pending.begin(req_context, now_s).may_wait(now_s)
-
-    def is_awaited(self, key: bytes, req_context: ReqContext | None) -> bool:
-        """Return whether this request waits for a job that reads a block: nothing changes if it asks again."""
-        job = self._job_of.get(key)
-        return job is not None and req_context in job.waiters and self.is_coming(key, req_context)
+        return self._pending.begin(req_context, now_s).may_wait(now_s)
 
     def without_coming(self, keys: list[bytes]) -> list[bytes]:
         """Return the keys that no tier is reading."""
@@ -138,31 +151,24 @@ class Promotion:
         self._job_of = {}
 
     def _worth_waiting(
-        self, keys: list[bytes], num_ready: int, req_context: ReqContext | None, now_s: float
+        self, arbiter: LoadArbiter, behind: list[bytes], num_ready: int, req_context: ReqContext, now_s: float
     ) -> tuple[list[Source], bool]:
-        """Return the sources of the next keys; with an arbiter, of those that are loaded sooner than computed."""
-        behind = keys[num_ready : num_ready + MAX_STEP_BLOCKS]
-        if self._arbiter is None or req_context is None:
-            return self._look_below(behind, req_context, now_s)
+        """Return the sources of the next keys, as far as these are loaded sooner than computed."""
         # One decision for the whole prompt: an engine that asks key by key has given its keys.
-        run = self._arbiter.keys_to_weigh(behind, num_ready, req_context)[:MAX_STEP_BLOCKS]
-        sources, is_unknown = self._look_below(run, req_context, now_s)
-        if not (sources or is_unknown):
+        run = arbiter.keys_to_weigh(behind, num_ready, req_context)[:MAX_STEP_BLOCKS]
+        sources, ask_again = self._sources_of(run, self._pending.of(req_context), now_s)
+        if not (sources or ask_again):
             return [], False
-        num_to_load = self._arbiter.num_to_load(req_context, run, num_ready, sources, is_unknown, now_s)
+        num_to_load = arbiter.num_to_load(req_context, run, num_ready, sources, ask_again, now_s)
         if num_to_load is None:
             return [], True
         if num_to_load < 0:
-            # Jobs under way go on.
+            # Jobs under way go on: other requests may wait for them.
             self._pending.of(req_context).wanted.clear()
         return sources[: min(max(num_to_load, 0), len(behind))], False
 
-    def _look_below(self, keys: list[bytes], req_context: ReqContext | None, now_s: float) -> tuple[list[Source], bool]:
-        """Return the sources of a step's keys, up to the first absent one, and whether a tier must be asked again.
-
-        The tiers are asked for all keys together that are not in host memory, so the cost grows with their number only.
-        """
-        tried = self._pending.of(req_context).tried
+    def _sources_of(self, keys: list[bytes], request: PendingRequest, now_s: float) -> tuple[list[Source], bool]:
+        """Return the sources of keys up to the first absent one, and whether a tier must be asked again."""
         sources: list[Source] = []
         below: list[bytes] = []
         places: list[int] = []
@@ -170,23 +176,24 @@ class Promotion:
             source: Source = None
             if state != READY:
                 source = self._job_of.get(key)
-                if source is None:
-                    if key in tried:
+                if source is not None:
+                    if source.is_overdue:
                         break
+                elif key in request.tried or state != ABSENT:
+                    # A second promotion could fail like the first one, and the request would never run. A block that
+                    # is pending without a job is being stored by the engine.
+                    break
+                else:
                     places.append(len(sources))
                     below.append(key)
-                elif source.is_overdue:
-                    break
             sources.append(source)
-        # Asked for alone, each block of a long prefix would cost a call.
-        holders, is_unknown = self._ask_tiers(below, now_s)
-        if len(below) == len(sources):
-            return [*holders], is_unknown
+        # All together: asked for alone, each block of a long prefix would cost a call.
+        holders, ask_again = self._ask_tiers(below, now_s) if below else ([], False)
         for place, controller in zip(places, holders, strict=False):
             sources[place] = controller
         if len(holders) < len(below):
             del sources[places[len(holders)] :]
-        return sources, is_unknown
+        return sources, ask_again
 
     def _ask_tiers(self, keys: list[bytes], now_s: float) -> tuple[list[TierController], bool]:
         """Return the first tier that holds each of the first keys, and whether a tier must be asked again."""

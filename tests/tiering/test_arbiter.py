@@ -456,7 +456,7 @@ def test_impossible_position_counts_as_unknown(position, by_key):
     keys, context = engine.prompt(3), ReqContext()
     context.set_offload_key_positions({key: (i + 1) * BLOCK_TOKENS for i, key in enumerate(keys)} | {keys[1]: position})
     assert engine.lookup(keys, context) is None
-    assert engine.manager.is_coming(keys[0], context)
+    assert engine.manager.status(keys[0], context) == 1
     engine.clock.now_s += 1.0
     engine.tier.end(engine.tier.pending[-1]) if engine.tier.pending else None
     engine.manager.on_schedule_end()

@@ -55,9 +55,8 @@ class Bench(Engine):
         return answer
 
     def asked(self, key, context):
-        """Return the answers about one block: whether it is ready, its status, whether it is coming to the request."""
-        manager = self.manager
-        return manager.lookup(key, context), manager.status(key, context), manager.is_coming(key, context)
+        """Return the answers about one block: whether it is ready, and its status."""
+        return self.manager.lookup(key, context), self.manager.status(key, context)
 
     def jobs(self):
         return [(job.is_load, job.keys) for job in self.tier.pending]
@@ -94,17 +93,17 @@ def test_stored_block_reaches_tier_stays_readable():
 def test_promoted_block_is_held_until_loaded():
     bench = Bench().on_tier(b"a")
     context = ReqContext()
-    assert bench.asked(b"a", context) == (None, 1, True)
+    assert bench.asked(b"a", context) == (None, 1)
     assert bench.jobs() == []
     bench.manager.on_schedule_end()
     assert bench.jobs() == [(True, [b"a"])]
     # The engine cannot make a block ready that a tier reads into.
     bench.manager.complete_store([b"a"])
-    assert bench.asked(b"a", context) == (None, 1, True)
+    assert bench.asked(b"a", context) == (None, 1)
     with pytest.raises(BlockStateError):
         bench.manager.prepare_load([b"a"])
     bench.step()
-    assert bench.asked(b"a", context)[:2] == (True, 2)
+    assert bench.asked(b"a", context) == (True, 2)
     assert bench.manager.prepare_store(keys_of("xyz")) is None
     assert bench.bytes_of(b"a", context) == b"a"
     assert bench.manager.prepare_store(keys_of("xyz")) is not None
@@ -113,9 +112,9 @@ def test_promoted_block_is_held_until_loaded():
 
 def test_absent_block_is_coming_once_stored():
     bench, context = Bench(), ReqContext()
-    assert bench.asked(b"a", context) == (False, 0, False)
+    assert bench.asked(b"a", context) == (False, 0)
     bench.manager.prepare_store([b"a"])
-    assert bench.asked(b"a", context) == (False, 1, True)
+    assert bench.asked(b"a", context) == (False, 1)
     bench.tier.lookup = lambda keys: None
     assert bench.manager.status(b"other", context) == 3
     bench.manager.complete_store([b"a"])
@@ -565,6 +564,6 @@ def test_overdue_block_is_not_coming(seconds, deadline_s):
         bench.manager.on_schedule_end()
         assert bench.manager.policy.get(b"a") is not None
     assert bench.manager.lookup(b"a", context) is False
-    assert not bench.manager.is_coming(b"a", context)
+    assert bench.manager.status(b"a", context) == 0
     bench.step()
     assert bench.jobs() == []
