@@ -44,7 +44,7 @@ from kvcache.options import (
 )
 from kvcache.tiers.base.codec import Codec, parse_codec
 from kvcache.tiers.base.job_tier import BlockOutcome, TierBatch
-from kvcache.tiers.s3_wire import Answer, BucketClient
+from kvcache.tiers.s3_wire import MAX_RETRIES, Answer, BucketClient
 from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ _DELETE = (
     "options, start = json.loads(sys.argv[1])\n"
     "try: delete_under(S3Options(**options), start)\nexcept OSError as error: sys.exit(str(error))"
 )
-_MAX_RETRIES = 2
 _BACKOFF = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2}
 
 
@@ -396,7 +395,7 @@ def _store_of(values: S3Options) -> S3Store:
     if values.region is not None:
         config["region"] = values.region
     # A request to a busy server (503) is retried, but not after the time limit of one request.
-    retries: Any = {"max_retries": _MAX_RETRIES, "retry_timeout": time_limit, "backoff": _BACKOFF}
+    retries: Any = {"max_retries": MAX_RETRIES, "retry_timeout": time_limit, "backoff": _BACKOFF}
     try:
         if values.ca_file is not None:
             client["root_certificate"] = read_small_file(values.ca_file)

@@ -24,7 +24,7 @@ from kvcache.tiers.channel import Channel
 
 _MAX_TEXT_BYTES = 4096
 _MAX_LINES = 200
-_MAX_RETRIES = 2
+MAX_RETRIES = 2
 _BACKOFF_S = 0.05
 _LEAST_S = 0.001
 _BUSY = (429, 500, 502, 503, 504)
@@ -66,7 +66,7 @@ class BucketClient:
         request. Raises OSError without an answer.
         """
         end_s = time.monotonic() + self._timeout_s
-        for pause_s in (*(_BACKOFF_S * 2**number for number in range(_MAX_RETRIES)), None):
+        for pause_s in (*(_BACKOFF_S * 2**number for number in range(MAX_RETRIES)), None):
             is_kept = bool(self._idle)
             try:
                 answer = self._exchange(method, path, parts, targets, creates, end_s)

@@ -17,6 +17,8 @@ running engine announces it again.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import secrets
 import time
@@ -31,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcache.epoch import Epoch, EpochKind, without_weights
-from kvcache.tiers.base.checksum import SEAL_BYTES, Namespace
+from kvcache.tiers.base.checksum import key_prefix, wide_checksum
 from kvcache.tiers.base.codec import Codec, stored_form
 from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiers.base.log_limiter import LogLimiter
@@ -41,14 +43,53 @@ if TYPE_CHECKING:
 
     Seal = bytes | bytearray | memoryview
 
-__all__ = ["SEAL_BYTES", "SharedStoreTier"]
-
 _LOG = logging.getLogger(__name__)
+SEAL_BYTES = 16
 _PROBE_BYTES = 4096
 _DELETE_S = 2.0
 """How long `maintain` deletes private blocks; a reset may wait for it."""
 _PAUSE_S, _LONGEST_PAUSE_S = 10.0, 3600.0
 """Time until a failed deletion is tried again; it doubles with each failure."""
+
+
+class Namespace:
+    """Names and seals of one model's blocks in a shared store.
+
+    Engines agree on both if they agree on the format, the fingerprint, the size of a block and the salt. A seal covers
+    the block's name, epoch included, and its payload. With a salt it is a keyed BLAKE3 digest, which no client forges
+    that does not know the salt. Without one it is an xxh3 that detects accidents. Its key cannot be derived from names.
+    Each name in the store begins with `prefix`.
+    """
+
+    def __init__(self, store_format: bytes, fingerprint: Mapping[str, Any], block_bytes: int, salt: str) -> None:
+        described = json.dumps(dict(fingerprint), sort_keys=True, default=str).encode()
+        parts = b"".join(
+            len(part).to_bytes(8, "big") + part for part in (store_format, described, str(block_bytes).encode())
+        )
+        secret = hashlib.blake2b(salt.encode()).digest()
+        self.prefix = "kvcache:" + hashlib.blake2b(parts, key=secret, digest_size=16, person=b"name").hexdigest()
+        self._key = hashlib.blake2b(parts, key=secret, digest_size=32, person=b"seal").digest()
+        self._blake3: Any = None
+        if salt:
+            try:
+                from blake3 import blake3
+            except ImportError as error:
+                raise ImportError(
+                    f"a salt needs the package blake3: install kvcache's extra 'valkey', 'mooncake' or 's3' ({error})"
+                ) from error
+            self._blake3 = blake3
+
+    def epoch_of(self, epoch: Epoch) -> str:
+        """Return the part of names that stands for an epoch, 16 hexadecimal digits."""
+        return epoch.digest(self._key).hex()
+
+    def seal(self, name: bytes, payload: Seal) -> bytes:
+        """Return the seal of the block that is stored as `name`, `SEAL_BYTES` bytes."""
+        if self._blake3 is None:
+            return wide_checksum(name, payload, int.from_bytes(self._key[:8], "big"))
+        digest = self._blake3(key_prefix(name, len(payload)), key=self._key)
+        digest.update(payload)
+        return bytes(digest.digest(SEAL_BYTES))
 
 
 class SharedStoreTier(JobTier):

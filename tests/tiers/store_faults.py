@@ -20,7 +20,7 @@ from servers import ValkeyServer
 from stores import Impostor, MooncakeStore, MotoServer, ProxyProcess, blocks, pause, resume, store_as_is
 
 from kvcache import ReqContext, TierConfig, TieredOffloadingManager
-from kvcache.tiers.base.checksum import SEAL_BYTES
+from kvcache.tiers.shared_store import SEAL_BYTES
 
 BLOCK_BYTES = 1 << 16
 NUM_HOST = 96

@@ -28,8 +28,8 @@ from stores import (
 )
 
 from kvcache.tiers import mooncake
-from kvcache.tiers.base.checksum import SEAL_BYTES
 from kvcache.tiers.mooncake import MooncakeOptions, MooncakeTier
+from kvcache.tiers.shared_store import SEAL_BYTES
 
 TIMEOUT_S = 1.0
 BLOCK_BYTES = 1 << 16

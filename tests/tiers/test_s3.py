@@ -27,9 +27,9 @@ from stores import (
 
 from kvcache.assembly.assemble import parse_tier
 from kvcache.tiers import s3, s3_wire
-from kvcache.tiers.base.checksum import SEAL_BYTES
 from kvcache.tiers.channel import Channel
 from kvcache.tiers.s3 import S3Options, S3Tier
+from kvcache.tiers.shared_store import SEAL_BYTES
 
 BLOCK_BYTES = 4096
 HUGE_BYTES = 1 << 40

@@ -12,7 +12,7 @@ import pytest
 from stores import KEYS, Clock, StoreContract, blocks, found, load, store, until, wait_for_reset
 
 from kvcache.tiers import shared_store
-from kvcache.tiers.base.checksum import SEAL_BYTES
+from kvcache.tiers.shared_store import SEAL_BYTES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "tier.md"
 

@@ -39,8 +39,8 @@ from stores import (
 from valkey import Valkey
 
 from kvcache.tiers import channel, valkey
-from kvcache.tiers.base.checksum import Namespace
 from kvcache.tiers.channel import WireError
+from kvcache.tiers.shared_store import Namespace
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyOptions, ValkeyTier, clear_server
 from kvcache.tiers.valkey_wire import ServerChannel
 

@@ -16,7 +16,7 @@ from vllm.transformers_utils.configs.extract_hidden_states import ExtractHiddenS
 
 from kvcache.integrations.vllm import identity
 from kvcache.integrations.vllm.identity import check_readable, fingerprint
-from kvcache.tiers.base.checksum import Namespace
+from kvcache.tiers.shared_store import Namespace
 
 BF16, F16 = torch.bfloat16, torch.float16
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
