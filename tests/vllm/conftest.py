@@ -137,10 +137,12 @@ def boot() -> Callable[..., contextlib.AbstractContextManager[Engine]]:
         try:
             engine = Engine(model, extra_config, **options)
         except BaseException:
-            # vLLM keeps a worker's connector for the whole process.
+            # vLLM keeps a worker's connector and its groups for the whole process; the next engine may need others.
+            from vllm.distributed import cleanup_dist_env_and_memory
             from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
             ensure_kv_transfer_shutdown()
+            cleanup_dist_env_and_memory()
             raise
         try:
             yield engine
