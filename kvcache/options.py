@@ -153,6 +153,18 @@ def parse_text(name: str, value: object) -> str:
     return value
 
 
+LEAST_SALT = 16
+"""Characters of a salt that nobody guesses: `openssl rand -hex 16` prints twice as many."""
+
+
+def parse_salt(name: str, value: object) -> str:
+    """Return a secret; ValueError if it is empty, no text, or what stands for a salt in the documentation."""
+    salt = parse_text(name, value)
+    if "..." in salt:
+        raise ValueError(f"{name} is a placeholder: take what `openssl rand -hex 16` prints")
+    return salt
+
+
 def parse_policy(name: str, value: Any) -> str | type:
     """Return `value` if it names a policy, as `kvcache.registry.POLICIES` resolves it; ValueError otherwise."""
     try:

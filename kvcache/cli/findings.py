@@ -29,7 +29,7 @@ from kvcache.integrations.vllm.releases import describe_release
 from kvcache.node.ledger import read_ledger
 from kvcache.node.link import ask_owner
 from kvcache.node.protocol import differences, node_folder
-from kvcache.options import Component, OptionError, choice_of, format_size, name_unknown, parse_size
+from kvcache.options import LEAST_SALT, Component, OptionError, choice_of, format_size, name_unknown, parse_size
 from kvcache.recorder.files import older_file, refusal_of
 from kvcache.registry import EXPORTERS, REMOVED, TIERS
 from kvcache.tiering.controller import TierConfig
@@ -369,6 +369,8 @@ def _check_tier(subject: str, tier: TierSettings, block_bytes: int, owner_pid: i
         for doubt in (_answer(tier.doubt), "" if codec is None else _answer(codec.doubt)):
             if doubt:
                 yield Finding("warning", subject, doubt)
+    if 0 < len(salt := getattr(tier.options, "salt", "")) < LEAST_SALT:
+        yield Finding("error", subject, f"salt has {len(salt)} characters, and must have {LEAST_SALT} or more")
     disk = _disk_of(tier)
     if disk is None:
         if tier.config.endurance is not None and ":" not in TIERS.path_of(tier.cls):

@@ -37,6 +37,7 @@ from kvcache.options import (
     parse_count,
     parse_duration,
     parse_flag,
+    parse_salt,
     parse_size,
     parse_text,
     parse_threads,
@@ -85,7 +86,7 @@ class MooncakeOptions(Options):
     where: ClassVar[str] = "a mooncake tier"
 
     master: str = option(_parse_master, when="always: `host:port` of the store's master")
-    salt: str = option(parse_text, "", when="tenants share the store: a secret of one tenant's engines")
+    salt: str = option(parse_salt, "", when="tenants share the store: a secret of one tenant's engines")
     num_replicas: int = option(parse_count, 1, when="a block must outlive the node that holds it")
     protocol: str = option(choice_of("tcp", "rdma"), "tcp", when="the nodes have RDMA devices")
     device: str = option(parse_text, "", when="with `rdma`: the names of the devices, comma-separated")

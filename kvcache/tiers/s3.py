@@ -37,6 +37,7 @@ from kvcache.options import (
     Options,
     option,
     parse_duration,
+    parse_salt,
     parse_size,
     parse_text,
     parse_threads,
@@ -132,7 +133,7 @@ class S3Options(Options):
         _parse_endpoint, None, when="the store is not AWS: `https://host:port`, or `http://` in a network of your own"
     )
     region: str | None = option(parse_text, None, when="the bucket is not in the region that `AWS_REGION` names")
-    salt: str = option(parse_text, "", when="tenants share the bucket: a secret of one tenant's engines")
+    salt: str = option(parse_salt, "", when="tenants share the bucket: a secret of one tenant's engines")
     timeout_s: float = option(parse_duration, 5.0, when="a request of a healthy store may take longer, or must not")
     ca_file: str | None = option(parse_text, None, when="the store's certificate is signed by your own authority")
     num_threads: int = option(parse_threads, 16, when="the link needs more, or fewer, requests under way", rare=True)

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcache.epoch import Epoch, EpochKind, without_weights
+from kvcache.options import LEAST_SALT
 from kvcache.tiers.base.checksum import key_prefix, wide_checksum
 from kvcache.tiers.base.codec import Codec, stored_form
 from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierBatch
@@ -155,6 +156,8 @@ class SharedStoreTier(JobTier):
         self._left: deque[tuple[str, int]] = deque()
         self._pause_s, self._again_s = _PAUSE_S, 0.0
         self._warnings = LogLimiter(_LOG)
+        if 0 < len(salt) < LEAST_SALT:
+            _LOG.warning("the salt of tier %s has %d characters: others may guess it", medium, len(salt))
         self._epoch_lock = Lock()
         super().__init__(
             host_blocks,

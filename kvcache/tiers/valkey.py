@@ -28,6 +28,7 @@ from kvcache.options import (
     parse_count,
     parse_duration,
     parse_flag,
+    parse_salt,
     parse_size,
     parse_text,
     parse_threads,
@@ -82,7 +83,7 @@ class ValkeyOptions(Options):
 
     url: str = option(_parse_url, when="always: `valkey://host:port/db`, `valkeys://...` for TLS, `unix:///path`")
     cluster: bool = option(parse_flag, False, when="the server is a cluster")
-    salt: str = option(parse_text, "", when="tenants share the server: a secret of one tenant's engines")
+    salt: str = option(parse_salt, "", when="tenants share the server: a secret of one tenant's engines")
     ttl_s: float | None = option(parse_duration, None, when="the server must forget blocks after some time")
     timeout_s: float = option(parse_duration, 5.0, when="a command of a healthy server may take longer, or must not")
     password: str | None = option(

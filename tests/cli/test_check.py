@@ -440,3 +440,10 @@ def test_useless_endurance_is_an_error(check, tmp_path, entry, message):
     given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [tier]}
     status, text = check(given, "--model", "llama-3.1-8b")
     assert (status, message in text) == (bool(message), True)
+
+
+@pytest.mark.parametrize(("salt", "is_short"), [("0" * 15, True), ("0" * 16, False)])
+def test_check_refuses_short_salt(check, salt, is_short):
+    tier = {"type": "valkey", "url": "valkey://127.0.0.1:1", "salt": salt}
+    text = check({"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [tier]})[1]
+    assert ("salt has 15 characters, and must have 16 or more" in " ".join(text.split())) is is_short

@@ -691,3 +691,9 @@ def test_full_server_is_named_by_check(make_server):
     server = make_server("--maxmemory", "1")
     options = ValkeyOptions(url=server.url)
     assert "command not allowed when used memory" in ValkeyTier.unavailable_reason(options)
+
+
+def test_salt_of_documentation_is_refused():
+    assert ValkeyOptions.parse({"url": "valkey://h", "salt": "short"}).salt == "short"
+    with pytest.raises(ValueError, match="is a placeholder: take what `openssl rand -hex 16` prints"):
+        ValkeyOptions.parse({"url": "valkey://h", "salt": "0f7c...a91e"})
