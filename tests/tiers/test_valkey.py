@@ -232,7 +232,8 @@ def test_deadline_is_of_batch_or_answer(monkeypatch):
             (lambda: theirs.recv(4096), lambda: server.send([bytes(1 << 20)])),
         ):
             Thread(target=repeat, args=(step,), daemon=True).start()
-            with pytest.raises(WireError, match=r"took more than 5 s"):
+            # Between two of its own steps, a sender on a loaded machine may see five of the clock.
+            with pytest.raises(WireError, match=r"took (more than|nothing for) 5 s"):
                 use()
 
 
