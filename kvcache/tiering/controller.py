@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from kvcache.metrics import HistogramData, counter, gauge, histogram, state
@@ -134,12 +135,23 @@ class HostBudget:
     num_left: int
 
 
+class JobState(IntEnum):
+    """State of a job that has not ended, in this order.
+
+    Of an overdue job the tier still has the host blocks. If the pool was reset since, they are withheld from it.
+    """
+
+    UNSENT = 0
+    SENT = 1
+    OVERDUE = 2
+    WITHHELD = 3
+
+
 @dataclass(slots=True, eq=False)
 class TierJob:
-    """A job under way.
+    """A job of a tier. It is sent at `sent_s`.
 
-    `waiters` are the requests that asked for its blocks. `is_again`: its blocks were counted as dropped before. If a
-    reset did not wait for a job, its host blocks are withheld until the tier reports it.
+    `waiters` are the requests that asked for its blocks. `is_again`: its blocks were counted as dropped before.
     """
 
     job_id: int
@@ -151,25 +163,19 @@ class TierJob:
     waiters: set[ReqContext | None] = field(default_factory=set)
     is_again: bool = False
     sent_s: float = 0.0
-    is_overdue: bool = False
-    is_withheld: bool = False
+    state: JobState = JobState.UNSENT
 
     is_coming = True
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether no request waits for it any more."""
+        return self.state >= JobState.OVERDUE
 
     @property
     def link(self) -> Link | None:
         """The link of its tier; see `kvcache.tiering.arbiter.Source`."""
         return self.controller.link
-
-
-def log_job(job: TierJob, result: TierResult, now_s: float) -> None:
-    """Log the end of a job at level debug."""
-    if _LOG.isEnabledFor(logging.DEBUG):
-        name = "promotion" if job.is_load else "write"
-        text = "%s of %d blocks, tier %s: %d done in %.1f ms%s"
-        error = f": {result.error}" if result.error else ""
-        ms = (now_s - job.sent_s) * 1e3
-        _LOG.debug(text, name, len(job.keys), job.controller.medium, len(result.done), ms, error)
 
 
 class TierController:
@@ -286,7 +292,7 @@ class TierController:
         if not self._faults.call("submit", True, lambda: bool(submit(job.job_id, keys, block_ids))):
             return False
         self.jobs[job.job_id] = job
-        job.sent_s = now_s
+        job.state, job.sent_s = JobState.SENT, now_s
         self._budget.num_left -= len(job.keys)
         direction = self._direction(job.is_load)
         direction.num_blocks += len(job.keys)
@@ -299,7 +305,7 @@ class TierController:
         """Mark the jobs whose deadline has passed, let the tier cancel them, and open their direction's breaker."""
         for job in self.jobs.values():
             if now_s >= job.deadline_s and not job.is_overdue:
-                job.is_overdue = True
+                job.state = JobState.OVERDUE
                 if self.link is not None and job.is_load:
                     self.link.ended(len(job.keys), 0, job.sent_s, now_s, now_s)
                 self._overdue_jobs += 1

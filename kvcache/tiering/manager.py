@@ -11,6 +11,7 @@ withheld until the tier reports them.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -29,7 +30,7 @@ from kvcache.registry import POLICIES
 from kvcache.request import ReqContext, RequestOffloadingContext, check_next_use
 from kvcache.specs import LoadStoreSpec, PrepareStoreOutput
 from kvcache.tiering.arbiter import LoadArbiter
-from kvcache.tiering.controller import HostBudget, TierConfig, TierController, log_job
+from kvcache.tiering.controller import HostBudget, JobState, TierConfig, TierController
 from kvcache.tiering.pending import PendingRequests
 from kvcache.tiering.promotion import Promotion
 from kvcache.tiering.writing import Writing
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from kvcache.tiering.controller import TierControllerStats, TierJob
     from kvcache.tiers.base.tier import TierResult
 
+_LOG = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -413,11 +415,11 @@ class TieredOffloadingManager(OffloadingManager):
         max_blocks = max(1, MAX_STEP_BLOCKS // max(1, len(self.controllers)))
         for controller in self.controllers:
             for job, result in controller.poll(max_blocks, now_s):
-                if job is not None and job.is_withheld:
+                if job is not None and job.state is JobState.WITHHELD:
                     self._give_back(job)
                     continue
                 if job is not None:
-                    log_job(job, result, now_s)
+                    _log_job(job, result, now_s)
                     self._end(job, result)
                 self._announce(controller.medium, job, result)
         self._open_again()
@@ -448,13 +450,28 @@ class TieredOffloadingManager(OffloadingManager):
         self._promotion.clear()
         self.pool.reset()
         for job in stuck:
-            job.is_withheld = True
+            job.state = JobState.WITHHELD
         # Two tiers may be writing the same block.
         self.pool.withhold(sorted({block_id for job in stuck for block_id in job.block_ids}))
         self._is_open = True
 
     def _give_back(self, job: TierJob) -> None:
         """Give the slots of a withheld job back to the pool, but for those that other such jobs still use."""
-        jobs = [other for controller in self.controllers for other in controller.jobs.values() if other.is_withheld]
+        jobs = [
+            other
+            for controller in self.controllers
+            for other in controller.jobs.values()
+            if other.state is JobState.WITHHELD
+        ]
         in_use = {block_id for other in jobs for block_id in other.block_ids}
         self.pool.give_back([block_id for block_id in job.block_ids if block_id not in in_use])
+
+
+def _log_job(job: TierJob, result: TierResult, now_s: float) -> None:
+    """Log the end of a job at level debug."""
+    if _LOG.isEnabledFor(logging.DEBUG):
+        name = "promotion" if job.is_load else "write"
+        text = "%s of %d blocks, tier %s: %d done in %.1f ms%s"
+        error = f": {result.error}" if result.error else ""
+        ms = (now_s - job.sent_s) * 1e3
+        _LOG.debug(text, name, len(job.keys), job.controller.medium, len(result.done), ms, error)

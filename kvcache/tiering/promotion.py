@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvcache.block import ABSENT, PENDING, READY
 from kvcache.specs import block_ids_of
-from kvcache.tiering.controller import TierController, TierJob
+from kvcache.tiering.controller import JobState, TierController, TierJob
 from kvcache.tiering.pending import PendingRequest, PendingRequests
 from kvcache.tiering.writing import MAX_JOB_BLOCKS, Writing
 from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Source: TypeAlias = TierController | TierJob | None
 """The source of a block: a tier, a job that is loading it already, or None: host memory."""
 _MAX_TIER_LOOKUPS = 64
+# Members of an enum are slow to look up.
+_SENT = JobState.SENT
 
 
 class Promotion:
@@ -70,7 +72,7 @@ class Promotion:
         may_wait = request.may_wait(now_s)
         # Engines ask key by key, at each step. An arbiter has to see each of them: it may stop the wait.
         job = self._job_of.get(keys[0]) if len(keys) == 1 and self._arbiter is None else None
-        if job is not None and may_wait and req_context in job.waiters and not job.is_overdue:
+        if job is not None and may_wait and req_context in job.waiters and job.state is _SENT:
             return 0, 1, False
         num_ready = self._pool.match_prefix(keys, req_context)
         if num_ready == len(keys) or not may_wait:
@@ -177,7 +179,7 @@ class Promotion:
             if state != READY:
                 source = self._job_of.get(key)
                 if source is not None:
-                    if source.is_overdue:
+                    if source.state is not _SENT:
                         break
                 elif key in request.tried or state != ABSENT:
                     # A second promotion could fail like the first one, and the request would never run. A block that

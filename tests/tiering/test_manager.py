@@ -11,7 +11,7 @@ from kvcache.block import BlockStateError
 from kvcache.request import ReqContext, Retention
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering import promotion
-from kvcache.tiering.controller import TierConfig
+from kvcache.tiering.controller import HostBudget, JobState, TierConfig, TierController, TierJob
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.base.tier import TierResult
 
@@ -567,3 +567,16 @@ def test_overdue_block_is_not_coming(seconds, deadline_s):
     assert bench.manager.status(b"a", context) == 0
     bench.step()
     assert bench.jobs() == []
+
+
+def test_job_states_follow_one_another():
+    controller = TierController(ManualTier(9), TierConfig(deadline_s=5.0), 9, 1, HostBudget(9))
+    job = TierJob(1, controller, False, [b"a"], [0], 5.0)
+    states = [job.state]
+    # A clock may begin at 0.
+    assert controller.send(job, 0.0)
+    for now_s in (0.0, 5.0):
+        states.append(job.state)
+        controller.give_up_overdue(now_s)
+    assert [*states, job.state] == [JobState.UNSENT, JobState.SENT, JobState.SENT, JobState.OVERDUE]
+    assert job.is_overdue

@@ -36,7 +36,7 @@ from kvcache.integrations.vllm.settings import ENGINE_TIER_KEYS, read_tier
 from kvcache.integrations.vllm.startup import use_engine_log
 from kvcache.integrations.vllm.tiered import record_region
 from kvcache.metrics import Part
-from kvcache.tiering.controller import HostBudget, TierConfig, TierController, TierJob
+from kvcache.tiering.controller import HostBudget, JobState, TierConfig, TierController, TierJob
 from kvcache.tiers.base.tier import MAX_STEP_BLOCKS, TierResult, describe_tier
 
 _LOG = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class KVCacheTier(SecondaryTierManager):
     def _end_job(self, job: TierJob, result: TierResult, now_s: float) -> None:
         req_id, keys, num_refused = self._engine_jobs.pop(job.job_id)
         num_bytes = len(result.done) * self._block_sizes[1]
-        seconds = now_s - (job.sent_s or now_s)
+        seconds = 0.0 if job.state is JobState.UNSENT else now_s - job.sent_s
         if result.start_s is not None and result.end_s is not None:
             seconds = result.end_s - result.start_s
         details: dict[str, Any] = {"transfer_bytes": num_bytes}
@@ -239,7 +239,7 @@ class KVCacheTier(SecondaryTierManager):
             self._announce([key for key in keys if key in done], removed=False)
             # A block that the tier held already is neither done nor failed. Nor is one without room: vLLM would take
             # it for a fault of the tier, and from 0.33 on stop offering blocks for a while.
-            is_whole = (job.sent_s > 0 or num_refused == len(keys)) and not result.failed
+            is_whole = (job.state is not JobState.UNSENT or num_refused == len(keys)) and not result.failed
         self._results.append(JobResult(job.job_id, is_whole, transfer_time=seconds, **details))
 
     def _announce(self, keys: list[bytes], removed: bool) -> None:
