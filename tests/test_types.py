@@ -92,7 +92,7 @@ def test_copied_context_is_a_new_request(copied: Any) -> None:
     assert (other.get_offload_key_position(b"k"), other.get_state(int)) == (16, 7)
     assert other.request_keys == {}
     manager.on_request_finished(other)
-    assert [keys.num_seen for keys in context.request_keys.values()] == [1]
+    assert [keys.num_seen for keys in context.request_keys.values() if not isinstance(keys, int)] == [1]
 
 
 def test_contexts_are_told_apart_by_identity() -> None:
