@@ -4,22 +4,25 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: force help dev build stress demo test lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-vllm-next test-sglang test-lmcache peers peers-vllm peers-lmcache peers-sglang release clean
+.PHONY: force help dev build stress demo test test-as-user lint typecheck docs asv-site asv-history docs-alone bench-smoke test-all test-rest test-device test-debug test-asan test-extras tsan sdist-test test-other-pythons test-free-threaded test-stores test-vllm test-vllm-next test-sglang test-lmcache peers peers-vllm peers-lmcache peers-sglang release clean
 
 VENV := .venv
 comma := ,
 BIN := $(VENV)/bin
-JOBS ?= $(shell nproc 2>/dev/null || echo 1)
+JOBS ?= $(shell .ci/jobs)
+JOBS := $(JOBS)
 PYTEST_ARGS ?=
 VLLM ?= 0.33.0
 SGLANG ?= 0.5.23
-PYTEST := $(CURDIR)/$(BIN)/pytest --numprocesses $(JOBS) --dist worksteal --durations=10 $(PYTEST_ARGS)
+PYTEST := "$(CURDIR)/$(BIN)/pytest" --numprocesses $(JOBS) --dist worksteal --durations=10 $(PYTEST_ARGS)
 # What a second build (debug, sanitized, another Python) runs: slow tests and more examples find no more on it.
 export ONCE := -m 'not slow' --hypothesis-profile=few --ignore-glob=tests/vllm --ignore-glob=tests/sglang --ignore-glob=tests/lmcache --ignore-glob=tests/device
 
-# Build environments follow the constraints too: old pips read the first variable there, new ones the second.
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
-export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+# Build environments follow the constraints too: old pips read the first variable there, new ones the second. Both are lists,
+# which end at a space: a URL has none.
+space := $(subst ,, )
+export PIP_CONSTRAINT := file://$(subst $(space),%20,$(CURDIR))/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export KVCACHE_BUILD_JOBS ?= $(JOBS)
 # The installed package is meant, never the checkout, in subprocesses too.
@@ -79,6 +82,10 @@ demo: $(VENV)/extra-cli,disk,plot,transformers.stamp
 
 test: $(VENV)/extra-test.stamp
 	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_MAX_TEST_CPU_S=20 $(PYTEST) --hypothesis-profile=few -m 'not slow and not other_policy'
+
+# The same as a user has it: CI runs this in the place of `test`.
+test-as-user: $(VENV)/extra-test.stamp
+	.ci/test-as-user
 
 # Everything that `make test` leaves out, and its property tests with all examples.
 test-rest: $(VENV)/extra-test.stamp
@@ -161,12 +168,12 @@ test-debug: $(SOURCES) $(VENV)/extra-test.stamp
 	@rm -rf build/debug
 	KVCACHE_DEBUG=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/debug/wheel .
 	$(PIP_INSTALL) --no-deps --target build/debug/site build/debug/wheel/*.whl
-	PYTHONPATH=$(CURDIR)/build/debug/site KVCACHE_EXPECT_IN=build/debug/site KVCACHE_EXPECT_DEBUG=1 \
+	PYTHONPATH="$(CURDIR)/build/debug/site" KVCACHE_EXPECT_IN=build/debug/site KVCACHE_EXPECT_DEBUG=1 \
 		$(PYTEST) $(ONCE) tests/core tests/policies tests/control tests/tiering tests/transfer $(NOT_DEBUG:%=--deselect=tests/%)
 
 # The C parts under the compiler's sanitizers: memory errors and undefined behaviour in CI, data races by hand. Objects are kept
 # between runs.
-SANITIZED = KVCACHE_EXPECT_IN=build/$(1)/site PYTHONPATH=$(CURDIR)/build/$(1)/site PYTHONMALLOC=malloc
+SANITIZED = KVCACHE_EXPECT_IN=build/$(1)/site PYTHONPATH="$(CURDIR)/build/$(1)/site" PYTHONMALLOC=malloc
 build/%/sanitized.stamp: $(SOURCES) $(VENV)/extra-test.stamp
 	@rm -rf build/$*/wheel build/$*/site build/$*/lib.*
 	KVCACHE_SANITIZE=$(subst -,$(comma),$*) $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/$*/wheel .
