@@ -74,6 +74,9 @@ class FrameEncoder:
         self._num_requests = FIRST_CONTEXT
         # The number of each request, and its positions that were encoded so far.
         self._requests: weakref.WeakKeyDictionary[ReqContext, tuple[int, Any, int]] = weakref.WeakKeyDictionary()
+        # Open requests, and those of before the last reset: a manager stores nothing more of them.
+        self._open: weakref.WeakSet[ReqContext] = weakref.WeakSet()
+        self._old: weakref.WeakSet[ReqContext] = weakref.WeakSet()
 
     def frames(self, records: deque[Any]) -> Iterator[tuple[bytes, int]]:
         """Take all records out. Yield frames, each with the number of calls in it, and count lost calls."""
@@ -130,6 +133,12 @@ class FrameEncoder:
         if op is Op.RESET_CACHE:
             # A reader that starts at this frame has no earlier requests.
             self._requests.clear()
+            self._old = self._open.copy()
+        elif op is Op.ON_REQUEST_FINISHED and number != BAD_CONTEXT:
+            self._open.discard(context)
+            self._old.discard(context)
+        elif number >= FIRST_CONTEXT:
+            self._open.add(context)
         rows = [(op, self._results(value) if op is Op.TIER_FINISHED else value, tier) for op, value, tier in inputs]
         self._add(op, time_s, number, self._hash(keys), flag, self._answer(answer), rows)
 
@@ -144,7 +153,7 @@ class FrameEncoder:
         if number == self._num_requests:
             self._num_requests += 1
             self._requests[context] = number, known, num_known
-            if hint := _hint_of(context):
+            if hint := _hint_of(context) | ({"predates_reset": True} if context in self._old else {}):
                 self._note(Op.CONTEXT, number, b"", hint)
         if num_positions and (positions is not known or num_positions != num_known):
             first = num_known if positions is known else 0

@@ -222,6 +222,18 @@ def record_beside_calls(path, seed, num_threads, begins_late):
     return outcome.num_calls
 
 
+def test_request_over_reset_replays_alike(manager, path):
+    with Recorder(manager, path):
+        context = ReqContext()
+        manager.lookup([key(1)], context)
+        manager.reset_cache()
+        for _ in range(2):  # the second time, as the next request of the same context
+            manager.prepare_store([key(1)], context)
+            manager.complete_store([key(1)], context)
+            manager.on_request_finished(context)
+    assert replayed(path).num_calls == 8
+
+
 def test_recording_is_a_trace(manager, path):
     now = [100.0]
     with Recorder(manager, path, clock=lambda: now[0]):

@@ -255,7 +255,11 @@ class Runner:
             return object() if number == BAD_CONTEXT else None
         context = self._contexts.get(number)
         if context is None:
-            context = self._contexts[number] = context_of(self._about.get(number, {}), str(number))
+            about = self._about.get(number, {})
+            context = self._contexts[number] = context_of(about, str(number))
+            if about.get("predates_reset"):
+                # The reset gave the request another number.
+                context.request_keys[self.manager.pool.ages] = -1
         return context
 
 
