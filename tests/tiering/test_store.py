@@ -408,6 +408,17 @@ def test_failed_reset_is_tried_again(monkeypatch):
     assert store.exists([key_of(0)]) == [False]
 
 
+def test_page_put_after_clear_is_new(tmp_path):
+    """SGLang and LMCache name no requests: what they computed before a clear, they must not put after it."""
+    store = disk(tmp_path)
+    assert put(store, [1, 2]) == [True, True]
+    assert store.clear("v1")
+    assert get(store, [1, 2]) == [False, False]
+    assert put(store, [1]) == [True]
+    assert get(store, [1, 2]) == [True, False]
+    store.close()
+
+
 def test_clears_without_name_share_nothing():
     """A start, and a server beside it, may have other weights than those of an equally many-th clear."""
     pytest.importorskip("valkey")

@@ -141,6 +141,7 @@ HOST = {"reset_connector": True}
 RESETS = [{}, HOST, HOST, HOST | {"reset_running_requests": True}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("windows", "options"),
     [(FULL, {}), (FULL, {"blocks_per_chunk": 2}), (FULL, {"offload_prompt_only": False}), (SLIDING, {})],
@@ -169,4 +170,4 @@ def test_loads_are_of_present_weights(make_engine, windows, options):
             except RuntimeError:
                 continue  # a load is under way: the connector is as it was
             engine.weights += "reset_connector" in reset
-    assert min(answers.count(True), answers.count(False), engine.loaded_blocks) > 5
+    assert min(answers.count(True), answers.count(False), engine.loaded_blocks) > NUM_RANDOM_STEPS // 250

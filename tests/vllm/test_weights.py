@@ -115,3 +115,61 @@ def test_engines_of_node_keep_their_weights(models, prompts, right, pool_name, s
         assert first.call("ask", prompts) == (after, [0, 0])
         assert second.call("ask", prompts) == (after, [640, 640])
         kill_and_wait(first.call("owner_figures")["pid"], signal.SIGTERM)
+
+
+def store_options(kind, tmp_path, request):
+    """Return the connector's options for a store that outlives an engine."""
+    if kind == "node":
+        return {"node_pool": request.getfixturevalue("pool_name")}
+    return {"tiers": [entry(kind, tmp_path, request.getfixturevalue("valkey_url") if kind == "valkey" else None)]}
+
+
+def update_under(engine, prompt, num_tokens, version, **reset):
+    """Update the weights under a request that has computed `num_tokens`; return whether vLLM emptied its device."""
+    from vllm import SamplingParams
+
+    core, llm = engine.llm.llm_engine.engine_core.engine_core, engine.llm.llm_engine
+    sampling = SamplingParams(max_tokens=12, temperature=0, detokenize=False, ignore_eos=True)
+    llm.add_request("over the update", {"prompt_token_ids": prompt}, sampling)
+    (running,) = engine.scheduler.requests.values()
+    while running.num_computed_tokens < num_tokens:
+        llm.step()
+    core.pause_scheduler("keep", clear_cache=False)
+    engine.llm.apply_model(scale)
+    engine.manager._manager.name_next_version(version)
+    is_empty = engine.llm.reset_prefix_cache(reset_connector=True, **reset)
+    core.resume_scheduler()
+    while llm.has_unfinished_requests():
+        llm.step()
+    return is_empty
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "num_tokens", "reset"),
+    [
+        ("disk", None, 642, {}),
+        ("disk", "v1", 256, {}),
+        ("disk", "v1", 642, {"reset_running_requests": True}),
+        ("valkey", "v1", 642, {}),
+        ("node", None, 256, {}),
+        ("node", "v1", 642, {}),
+    ],
+)
+def test_request_over_update_stores_nothing(
+    boot, models, prompts, right, tmp_path, request, kind, version, num_tokens, reset
+):
+    """One that begins later and finds the old blocks on the device stores nothing of them either."""
+    config = {**OURS, **store_options(kind, tmp_path, request)}
+    options = {"max_num_batched_tokens": 256}
+    with boot(models["llama"], config, **options) as engine:
+        assert update_under(engine, prompts[0], num_tokens, version, **reset) is bool(reset)
+        engine.ask(prompts[:1])
+        engine.drop_device_cache()
+        # The later request is a hit if it computed its blocks itself.
+        assert engine.ask_each(prompts) == (right[1], [640 if reset else 0, 0])
+        engine.drop_device_cache()
+        assert engine.ask_each(prompts) == (right[1], [640, 640])
+    if version is not None and kind != "node":
+        with boot(models["llama"], {**config, "weights_version": version}) as engine:
+            engine.llm.apply_model(scale)
+            assert engine.ask_each(prompts) == (right[1], [640, 640])
