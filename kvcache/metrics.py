@@ -243,8 +243,7 @@ class ManagerStats:
     failed_blocks: int = counter("blocks", "Blocks dropped because their write failed.")
     gated_blocks: int = counter("blocks", "Blocks that were offered and not admitted.")
     declined_blocks: int = counter("blocks", "Of the gated blocks, those that the policy did not take.")
-    retained_blocks: int = gauge("blocks", "Blocks held at a raised priority.")
-    ignored_hints: int = counter("requests", "Requests whose retention hint made no sense.")
+    ignored_hints: int = counter("requests", "Requests with a hint that was ignored, in whole or in part.")
     promoted_loads: int = counter(
         "blocks",
         "Of the loaded blocks, those that a tier had to bring back for the request.",

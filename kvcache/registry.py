@@ -160,6 +160,7 @@ def how_to_install(error: BaseException | None) -> str:
 _RECORD_AND_PLAN = "use 'record', and `kvcache plan` on the recording"
 REMOVED = {
     "kv_events": "vLLM publishes events with --kv-events-config; for your own engine copy docs/howto/routers.md",
+    "retention_share": "leave it out: hints of 'next_use' need no share",
     "what_if": _RECORD_AND_PLAN,
     "--what-if": _RECORD_AND_PLAN,
 }

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
 from operator import index
 from typing import Any, TypeVar
@@ -19,17 +18,12 @@ from kvcache.keys import GROUP_PART
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_CENTURY_S = 100 * 365 * 86_400
 
 NEXT_USES = ("end", "soon", "later")
 """Values of `Retention.next_use`."""
 
-SOON_S = 60.0
-"""Seconds until the next use that ``"soon"`` promises: a tool answers within that time, a person mostly does not."""
-
 _MAX_SHOWN_CHARS = 80
 _MAX_SHOWN_BITS = 256
-_PRIORITY_OF = {"end": -1, "soon": 1, "later": 0}
 
 
 def check_next_use(next_use: object) -> str:
@@ -51,59 +45,30 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long a request's blocks should stay: a soft hint, never a pin.
+    """When a request's blocks will be used next: a soft hint, never a pin.
 
     Parameters
     ----------
-    priority : int
-        -1 (one-shot: evicted first), 0 (normal), 1, 2 or 3 (evicted last).
-    ttl_s : float, optional
-        Seconds for which a raised priority holds after the request's last call. None: no limit.
     next_use : str, optional
-        When the request's blocks will be used next: ``"end"`` (never: the session is over), ``"soon"`` (within a
-        minute: a tool is at work) or ``"later"`` (a person answers).
+        ``"end"`` (never: the session is over), ``"soon"`` (within a minute: a tool is at work) or ``"later"`` (a person
+        answers).
 
     Raises
     ------
     ValueError
-        The priority is out of range, `ttl_s` is not a positive finite number, or the next use is not one of the three.
+        The next use is not one of the three.
 
     Notes
     -----
-    `gittins` learns the value of each next use and ignores priorities. The other compiled policies keep blocks by
-    priority. For them a next use without a priority implies one: -1 (end), 1 for `ttl_s` or 60 seconds (soon), or
-    0 (later).
+    `gittins` learns the value of each next use. Under `lru` and `arc`, ``"end"`` evicts the blocks that only this
+    request has used before other blocks, its tail first; the other two change nothing.
     """
 
-    priority: int = 0
-    ttl_s: float | None = None
     next_use: str | None = None
 
     def __post_init__(self) -> None:
-        if type(self.priority) is not int or not -1 <= self.priority <= 3:
-            raise ValueError(f"priority must be an int in -1..3, got {_shown(self.priority)}")
-        ttl_s = self.ttl_s
-        if ttl_s is not None and (
-            isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf
-        ):
-            raise ValueError(f"ttl_s must be a positive number of seconds or None, got {_shown(ttl_s)}")
         if self.next_use is not None:
             check_next_use(self.next_use)
-
-    @property
-    def priority_class(self) -> int:
-        """The explicit priority, or the one implied by `next_use`."""
-        return _PRIORITY_OF[self.next_use] if self.priority == 0 and self.next_use is not None else self.priority
-
-    @property
-    def ttl_ns(self) -> int:
-        """The TTL in whole nanoseconds, 1 to a century; 0: no limit."""
-        ttl_s = self.ttl_s
-        if ttl_s is None:
-            if self.priority != 0 or self.next_use != "soon":
-                return 0
-            ttl_s = SOON_S
-        return max(1, int(min(ttl_s, _CENTURY_S) * 1e9))
 
 
 class ReqContext:
@@ -230,7 +195,8 @@ def path_after(positions: dict[bytes, int], num_old: int, group: bytes, block_to
     return [key for key, end in newest[::-1] if key[GROUP_PART] == group and end % block_tokens == 0]
 
 
-_HINT_FIELDS = {field.name: None for field in fields(Retention)}
+_HINT_FIELDS = ("next_use", "priority", "ttl_s")
+"""Only the first one is read. Older clients send the others."""
 
 
 class HintReader:
@@ -252,23 +218,30 @@ class HintReader:
         params: Any = req_context.kv_transfer_params
         if not isinstance(params, dict) or "kvcache" not in params:
             return None
+        hint: Any = params["kvcache"]
         try:
-            return parse_hint(params["kvcache"])
+            retention = parse_hint(hint)
         except ValueError as error:
-            if self.num_ignored == 0:
-                _logger.warning("ignoring a retention hint: %s", error)
-            self.num_ignored += 1
+            self._count_ignored(error)
             return None
+        if len(hint) > ("next_use" in hint):
+            self._count_ignored("priority and ttl_s have no effect, use next_use")
+        return retention
+
+    def _count_ignored(self, reason: object) -> None:
+        if self.num_ignored == 0:
+            _logger.warning("ignoring a retention hint: %s", reason)
+        self.num_ignored += 1
 
 
 def parse_hint(hint: object) -> Retention:
-    """Return a client's hint; ValueError names the first invalid field."""
+    """Return a client's hint, of which a priority and a TTL are ignored; ValueError names the first invalid field."""
     if type(hint) is not dict:
         raise ValueError(f"it must be a dict, got {_shown(hint)}")
     for name in islice(hint, len(_HINT_FIELDS) + 1):
         if type(name) is not str or name not in _HINT_FIELDS:
-            raise ValueError(f"it may hold {', '.join(_HINT_FIELDS)}, got {_shown(name)}")
-    return Retention(**hint)
+            raise ValueError(f"it may hold next_use, got {_shown(name)}")
+    return Retention(hint.get("next_use"))
 
 
 class OffloadPolicy(enum.Enum):

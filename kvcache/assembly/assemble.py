@@ -32,7 +32,6 @@ from kvcache.options import (
     parse_duration,
     parse_flag,
     parse_policy,
-    parse_share,
     parse_size,
     parse_text,
     parse_threads,
@@ -230,9 +229,6 @@ class OffloadSettings(Options):
     max_tracker_size: int = option(
         parse_count, 64_000, when="`store_threshold` must remember more keys that were offered", rare=True
     )
-    retention_share: float = option(
-        parse_share, 0.5, when="hints may raise the priority of more, or fewer, blocks", rare=True
-    )
     num_copy_threads: int | None = option(
         parse_threads, None, when="copies without an accelerator should use more or fewer threads", rare=True
     )
@@ -260,8 +256,7 @@ class OffloadSettings(Options):
     @property
     def manager_options(self) -> dict[str, Any]:
         """The options that every manager takes as they are."""
-        names = ("store_threshold", "max_tracker_size", "retention_share")
-        options = {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in ("store_threshold", "max_tracker_size")}
         return options if self.group_windows is None else {**options, "group_windows": self.group_windows}
 
     def describe(self) -> dict[str, Any]:

@@ -93,11 +93,8 @@ class CPUOffloadingManager(PoolManager):
         A key is stored only after this number of offers. 0 and 1: at once.
     max_tracker_size : int
         Limit of keys whose offers are remembered.
-    retention_share : float
-        Share of the blocks, 0 to 1, that may be held at a raised priority. Beyond it, the blocks with the earliest
-        deadlines return to normal priority.
     clock : callable
-        Returns seconds of a monotonic clock. Read only after a request has given a retention hint.
+        Returns seconds of a monotonic clock. Read only for a policy that needs the time, such as `gittins`.
     group_windows : sequence of int or None, optional
         Window of each KV-cache group in blocks (Mamba: 1), by group index; None for a group without a window. Set it
         for `gittins` when a model has several groups. Before the first `prepare_load` or `prepare_store` of a request,
@@ -126,7 +123,6 @@ class CPUOffloadingManager(PoolManager):
         *,
         store_threshold: int = 0,
         max_tracker_size: int = 64_000,
-        retention_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
         group_windows: Sequence[int | None] | None = None,
     ) -> None:
@@ -138,7 +134,6 @@ class CPUOffloadingManager(PoolManager):
             enable_events=enable_events,
             store_threshold=store_threshold,
             max_tracker_size=max_tracker_size,
-            retention_share=retention_share,
             clock=clock,
             group_windows=group_windows,
         )

@@ -35,8 +35,6 @@ class GenericBlockCache:
     counted, or neither.
     """
 
-    num_raised = 0  # a policy with five primitives has no priorities
-
     def __init__(
         self,
         policy: CachePolicy,
@@ -50,8 +48,9 @@ class GenericBlockCache:
         self._on_evicted = on_evicted
         self._log: tuple[EventLog, str] | None = None  # and the medium's name
         self._resident: dict[bytes, BlockStatus] = {}
+        # Used by others than the request that stored them. A reset begins a new set, which is the epoch of requests.
+        self._shared: set[bytes] = set()
         self._withheld: dict[int, BlockStatus] = {}
-        self._epoch = object()
         self.guard = Guard()
         self.num_referenced = self.num_pending = 0
         self.lookups = self.looked_up_blocks = self.hit_blocks = 0
@@ -72,30 +71,25 @@ class GenericBlockCache:
     def num_free(self) -> int:
         return int(self._backend.get_num_free_blocks())
 
-    def open_request(
-        self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None, num_keys: int = 0
-    ) -> RequestUses:
+    def open_request(self, next_use: str | None = None, num_keys: int = 0) -> RequestUses:
         # Hints are soft, so a policy may ignore them.
         request = RequestUses(next_use)
-        request.epoch = self._epoch
+        request.epoch = self._shared
         return request
 
     def _keys_of(self, request_keys: RequestUses) -> dict[bytes, int]:
-        if request_keys.epoch is not self._epoch:
+        if request_keys.epoch is not self._shared:
             # The keys were named before a reset: clear them.
             request_keys.forget()
-            request_keys.epoch = self._epoch
+            request_keys.epoch = self._shared
         return request_keys.keys
 
-    def advance(self, elapsed_s: float, max_raised: int) -> None:
-        if self._policy.reads_clock:
-            # Round as the compiled cache does.
-            self._policy.now_ms = round(elapsed_s * 1e9) // 1_000_000  # type: ignore[attr-defined]
+    def advance(self, elapsed_s: float) -> None:
+        # Round as the compiled cache does.
+        self._policy.now_ms = round(elapsed_s * 1e9) // 1_000_000  # type: ignore[attr-defined]
 
     @atomic
     def needs_time(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> bool:
-        if not self._policy.reads_clock:
-            return True
         request_keys.positions = positions
         return not self._keys_of(request_keys)
 
@@ -166,6 +160,7 @@ class GenericBlockCache:
         if request_keys is None:
             if keys:
                 self._policy.touch(keys)
+                self._shared.update(self._resident.keys() & keys)
         elif self._count(keys, request_keys) < len(keys):
             self._policy.order(keys)
 
@@ -186,6 +181,7 @@ class GenericBlockCache:
         except BaseException:
             request_keys.take_back(unseen)
             raise
+        self._shared.update(self._resident.keys() & unseen)
         return len(unseen)
 
     @atomic
@@ -244,6 +240,8 @@ class GenericBlockCache:
         num_taken, victims = room
         taken = new[:num_taken]
         spec = self._replace(victims, taken)
+        if request_keys is not None:
+            request_keys.stored.update((key, self._resident[key]) for key in taken)
         self.declined_blocks += len(new) - num_taken
         self.gated_blocks += num_absent - num_taken
         return PrepareStoreOutput(taken, spec, list(victims))
@@ -303,6 +301,7 @@ class GenericBlockCache:
         inserted: list[bytes] = []
         for key in victims:
             del self._resident[key]
+        self._shared.difference_update(victims)
         # The victims are evicted, even if the new keys fail.
         self._announce(list(victims), True)
         try:
@@ -368,6 +367,7 @@ class GenericBlockCache:
                 if self._holds(key):
                     continue  # no change: it is still being written
             del self._resident[key]
+            self._shared.discard(key)
             dropped.append(block)
         self.num_pending -= len(dropped)
         self._free(dropped)
@@ -394,7 +394,15 @@ class GenericBlockCache:
             by_position = sorted(positions, key=positions.__getitem__)
             _check_keys(by_position)
             self._count(by_position, request_keys)
-        self._order_used(request_keys, positions)
+        keys = self._order_used(request_keys, positions)
+        request_keys.has_ended = True
+        if request_keys.next_use == "end":
+            self._policy.demote(self._own(keys, request_keys))
+
+    def _own(self, keys: list[bytes], request_keys: RequestUses) -> list[bytes]:
+        """Return those of the keys that the request has stored and no other one has used."""
+        own = {key for key, block in request_keys.stored.items() if self._resident.get(key) is block}
+        return [key for key in keys if key in own and key not in self._shared]
 
     @atomic
     def take_hint(
@@ -403,8 +411,6 @@ class GenericBlockCache:
         request_keys: RequestUses | None,
         positions: dict[bytes, int] | None,
         next_use: str,
-        priority: int,
-        ttl_ns: int,
     ) -> None:
         if keys is not None:
             _check_keys(keys)
@@ -416,10 +422,15 @@ class GenericBlockCache:
         if hasattr(self._policy, "hint"):
             # Also called without keys: a policy may read its clock here, as the compiled policies do.
             self._policy.hint(keys or [], next_use)
+        if next_use == "end" and keys and (request_keys is None or request_keys.has_ended):
+            self._policy.demote(keys if request_keys is None else self._own(keys, request_keys))
 
-    def _order_used(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> None:
+    def _order_used(self, request_keys: RequestUses, positions: dict[bytes, int] | None) -> list[bytes]:
         keys = list(self._keys_of(request_keys))
-        self._policy.order(keys if positions is None else sorted_by_position(keys, positions))
+        if positions is not None:
+            keys = sorted_by_position(keys, positions)
+        self._policy.order(keys)
+        return keys
 
     @atomic
     def reset(self) -> None:
@@ -436,7 +447,7 @@ class GenericBlockCache:
                 raise
         resident, self._resident = self._resident, {}
         withheld, self._withheld = self._withheld, {}
-        self._epoch = object()
+        self._shared = set()
         self._policy = policy
         self.num_referenced = self.num_pending = 0
         if self._log is not None:

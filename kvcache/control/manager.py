@@ -139,8 +139,9 @@ class OffloadingManager(ABC):
 
         Notes
         -----
-        The hint also covers later uses of a running request, and replaces earlier hints. Blocks of priority 2 or 3 keep
-        their priority.
+        The hint also covers later uses of a running request, and replaces earlier hints. Under `lru` and
+        `arc`, ``"end"`` moves the given keys, or the blocks that only the request has used at its end, to the end of
+        their list that is evicted first.
         """
 
     def on_schedule_end(self) -> None:  # noqa: B027

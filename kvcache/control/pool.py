@@ -21,10 +21,10 @@ from kvcache.core.event_log import EventLog
 from kvcache.events import OffloadingEvent
 from kvcache.keys import as_key_list
 from kvcache.metrics import MANAGER_METRICS, EventStats, ManagerStats, Part, PolicyStats
-from kvcache.options import check_int, check_windows, parse_share
+from kvcache.options import check_int, check_windows
 from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
-from kvcache.request import HintReader, ReqContext, RequestAges, Retention, check_next_use
+from kvcache.request import HintReader, ReqContext, RequestAges, check_next_use
 from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec, PrepareStoreOutput
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class BlockPool:
         The medium's name in events.
     backend : Backend, optional
         Allocates the blocks. Default: a pool of slots.
-    cache_policy, block_size, enable_events, store_threshold, max_tracker_size, retention_share, clock, group_windows
+    cache_policy, block_size, enable_events, store_threshold, max_tracker_size, clock, group_windows
         As for `kvcache.CPUOffloadingManager`.
 
     Attributes
@@ -104,7 +104,6 @@ class BlockPool:
         enable_events: bool = False,
         store_threshold: int = 0,
         max_tracker_size: int = 64_000,
-        retention_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
         group_windows: Sequence[int | None] | None = None,
     ) -> None:
@@ -112,7 +111,6 @@ class BlockPool:
         if check_int("num_blocks", num_blocks) >= MAX_BLOCKS:
             raise ValueError(f"num_blocks must be < 2**30, got {num_blocks}")
         check_int("store_threshold", store_threshold, 0)
-        retention_share = parse_share("retention_share", retention_share)
         self.num_blocks = num_blocks
         self.block_size, self.medium = block_size, medium
         self._options: dict[str, Any] = {
@@ -122,7 +120,6 @@ class BlockPool:
             "enable_events": bool(enable_events),
             "store_threshold": store_threshold,
             "max_tracker_size": max_tracker_size,
-            "retention_share": retention_share,
             "backend": backend,
         }
         self._cache = self._make_cache(cache_policy, backend, group_windows)
@@ -130,7 +127,7 @@ class BlockPool:
             self._options["group_windows"] = list(group_windows)
         self._admission = ReuseFilter(store_threshold, max_tracker_size) if store_threshold > 1 else None
         self._hints = HintReader()
-        self.time = PoolClock(clock, int(retention_share * num_blocks), self.policy.reads_clock)
+        self.time = PoolClock(clock, self.policy.reads_clock)
         self.events: EventLog | None = None
         if enable_events:
             self.events = EventLog(block_size)
@@ -174,9 +171,8 @@ class BlockPool:
     hit_blocks: int = _inner("_cache.hit_blocks", "Number of keys in the look-ups that were ready.")
     gated_blocks: int = _inner("_cache.gated_blocks", "Number of blocks that were offered and not admitted.")
     declined_blocks: int = _inner("_cache.declined_blocks", "Gated blocks that the policy declined.")
-    retained_blocks: int = _inner("_cache.num_raised", "Blocks held at a raised priority.")
     ages: RequestAges = _inner("_offers.ages", "Which open requests are older than the last reset, and store nothing.")
-    ignored_hints: int = _inner("_hints.num_ignored", "Requests with an invalid retention hint.")
+    ignored_hints: int = _inner("_hints.num_ignored", "Requests with a hint that was ignored, in whole or in part.")
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -244,13 +240,7 @@ class BlockPool:
             hint = self._hints.of(req_context)
         # The positions contain all keys of the prompt: allocate the index for all of them.
         num_keys = len(req_context.positions or ())
-        if hint is None:
-            request_keys = self._cache.open_request(num_keys=num_keys)
-        else:
-            priority = hint.priority_class
-            if priority != 0:
-                self.time.start()
-            request_keys = self._cache.open_request(priority, hint.ttl_ns, hint.next_use, num_keys)
+        request_keys = self._cache.open_request(None if hint is None else hint.next_use, num_keys)
         self._offers.ages.open(req_context)
         # Another thread, or a finalizer, may have opened the request in the meantime.
         return req_context.request_keys.setdefault(self, request_keys)
@@ -273,8 +263,6 @@ class BlockPool:
             request_keys_by_pool = req_context.request_keys
         except AttributeError:
             raise ValueError(f"req_context must be a ReqContext, got {req_context!r}") from None
-        if self.time.is_needed and not self.time.policy_reads_clock:
-            self.time.advance(self._cache)
         request_keys = request_keys_by_pool.pop(self, None)
         if request_keys is None and use_positions and req_context.positions:
             request_keys = self._open(req_context)
@@ -288,7 +276,7 @@ class BlockPool:
 
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
         """Set when blocks will be used next; see `OffloadingManager.hint`."""
-        said = Retention(next_use=check_next_use(next_use))
+        check_next_use(next_use)
         keys: list[bytes] | None = None
         kept: Any = None
         positions: dict[bytes, int] | None = None
@@ -297,10 +285,9 @@ class BlockPool:
             positions = request_or_keys.positions
         else:
             keys = as_key_list(request_or_keys)
-        priority = said.priority_class
-        if self.time.is_needed or priority != 0:
+        if self.time.is_needed:
             self.time.advance(self._cache)
-        self._cache.take_hint(keys, kept, positions, next_use, priority, said.ttl_ns)
+        self._cache.take_hint(keys, kept, positions, next_use)
 
     def _keys_last_used(self, req_context: ReqContext) -> Any:
         """Return the keys of a running request. If it used none, return those of the context's last ended request."""

@@ -18,11 +18,9 @@ from kvcache.core.eviction_queue cimport LISTED, Row, link_before
 from kvcache.core.index cimport home_of, prefetch
 from kvcache.core.memory cimport new_list, new_object, pause_collector, resume_collector
 from kvcache.core.policy cimport KV_DEBUG, ReplacementPolicy
-from kvcache.core.priority cimport PriorityClasses
 from kvcache.core.request_keys cimport Named, RequestKeys, Span, number_of
 from kvcache.core.table cimport (
-    ONE_SHOT, PINNED, Batch, BlockTable, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_SET_ITEM, attach,
-    detach, queue_of,
+    PINNED, Batch, BlockTable, PyByteArray_AS_STRING, PyList_GET_ITEM, PyList_SET_ITEM, attach, detach,
 )
 
 import numpy as np
@@ -42,6 +40,9 @@ cdef enum:
     ABSENT = 0
     PENDING = 1
     READY = 2
+
+cdef enum:
+    END = 1                 # a request's hint of next use: its blocks will not be used
 
 cdef enum:
     RUN_CHUNK = 16          # keys per look-up batch when the walk ends at the first miss
@@ -76,9 +77,7 @@ cdef class BlockCache:
 
     cdef ReplacementPolicy policy
     cdef BlockTable table
-    cdef PriorityClasses priorities
     cdef Batch batch
-    cdef bint reads_clock                       # whether the policy reads the clock
     cdef EventLog events                        # or None
     cdef str medium
     cdef public Py_ssize_t lookups, looked_up_blocks, hit_blocks
@@ -91,10 +90,8 @@ cdef class BlockCache:
             raise BlockStateError("the policy is in use already; a manager needs one of its own")
         self.policy = policy
         self.table = table
-        self.priorities = PriorityClasses(table)
         self.batch = Batch()
         self.batch.reserve(1)
-        self.reads_clock = policy.reads_clock
         PyMem_Free(table.caller_blocks)
         table.caller_blocks = NULL
 
@@ -117,10 +114,6 @@ cdef class BlockCache:
     @property
     def num_pending(self):
         return self.table.num_pending
-
-    @property
-    def num_raised(self):
-        return self.priorities.num_raised
 
     cdef int _begin(self, RequestKeys request_keys) except -1:
         """Begin an operation. Forget keys that the request named before a reset or in another cache."""
@@ -154,14 +147,13 @@ cdef class BlockCache:
         try:
             with cython.critical_section(self.table):
                 self.policy.check_all()
-                self.priorities.check()
         finally:
             resume_collector(was_on)
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
-    def open_request(self, int32_t priority=0, int64_t ttl_ns=0, next_use=None, Py_ssize_t num_keys=0):
-        """Open a request: return its RequestKeys, with its retention hint and room for `num_keys` keys."""
+    def open_request(self, next_use=None, Py_ssize_t num_keys=0):
+        """Open a request: return its RequestKeys, with its hint of next use and room for `num_keys` keys."""
         cdef RequestKeys request_keys = RequestKeys.__new__(RequestKeys)
         request_keys.next_use = _next_use_of(next_use)
         with cython.critical_section(self.table):
@@ -170,29 +162,17 @@ cdef class BlockCache:
                 request_keys.reserve(num_keys)
             if self.policy.tracks_uses:
                 request_keys.track_uses()
-            if self.table.keeps_queues:
-                request_keys.priority = priority
-                request_keys.ttl_ns = ttl_ns
-                if priority != 0:
-                    self.priorities.start()
         return request_keys
 
-    def advance(self, double elapsed_s, Py_ssize_t max_raised):
-        """Advance the clock. At most 256 blocks whose TTL has expired return to normal priority."""
-        cdef int64_t now_ns
+    def advance(self, double elapsed_s):
+        """Advance the policy's clock."""
         if not 0 <= elapsed_s < 4e9:
             raise ValueError(f"the clock must give finite seconds, {elapsed_s!r} have passed")
         # Round, so that whole milliseconds stay whole milliseconds. After 52 days, adding 0.5 would round up whole ns.
-        now_ns = llrint(elapsed_s * 1e9)
         with cython.critical_section(self.table):
-            self.policy.now_ns = now_ns
-            self.priorities.max_raised = max_raised
-            self.priorities.advance(now_ns)
-            self._end()
+            self.policy.now_ns = llrint(elapsed_s * 1e9)
 
     def needs_time(self, RequestKeys request_keys not None, dict positions):
-        if not self.reads_clock:
-            return True
         with cython.critical_section(self.table):
             self._begin(request_keys)
             request_keys.positions = positions
@@ -248,7 +228,7 @@ cdef class BlockCache:
         return 0
 
     def end_request(self, RequestKeys request_keys not None, dict positions, bint use_positions=False):
-        """Order all keys that the request used. A raised priority is applied again: its TTL starts at the end."""
+        """Order all keys that the request used. After the hint "end", evict blocks that only it has used first."""
         cdef Py_ssize_t n
         cdef BlockTable table = self.table
         cdef Batch batch = self.batch
@@ -267,24 +247,29 @@ cdef class BlockCache:
                     request_keys.resolve(table, keys, batch, True)
                     request_keys.read_positions(table, keys, batch)
                     n = len(keys)
-                self.priorities.reserve(n)
                 self.policy.reserve_policy(n)
                 if keys is not None:
                     self.policy.count_uses(request_keys, batch, n)
             n = request_keys.num_seen if table.keeps_queues else 0
             if n != 0 and (keys is None or n != len(keys)):
-                self.priorities.reserve(n)
                 request_keys.rows_in_prompt(table, 0, positions, batch, &span)
             self.policy.on_reorder(batch.rows, n)
-            if request_keys.priority > 0:
-                # Blocks stored one at a time now share one deadline, at which the tail expires before the head.
-                self.priorities.apply(batch.rows, n, request_keys.priority, request_keys.ttl_ns)
+            if request_keys.next_use == END:
+                self._demote_own(request_keys, n)
+            request_keys.has_ended = True
             self.policy.on_request_end(request_keys)
             self._end()
 
-    def take_hint(
-        self, list keys, RequestKeys request_keys, dict positions, next_use, int32_t priority, int64_t ttl_ns
-    ):
+    cdef void _demote_own(self, RequestKeys request_keys, Py_ssize_t n) noexcept nogil:
+        """Demote those of the batch's blocks that the request has stored and no other one has used."""
+        cdef Py_ssize_t i
+        cdef int32_t* rows = self.batch.rows
+        for i in range(n):
+            if not request_keys.named[self.batch.places[i]].is_own or self.table.rows[rows[i]].is_shared:
+                rows[i] = 0
+        self.policy.on_demote(rows, n)
+
+    def take_hint(self, list keys, RequestKeys request_keys, dict positions, next_use):
         """Apply a hint of next use that arrives after the uses."""
         cdef Py_ssize_t n
         cdef int32_t code = _next_use_of(next_use)
@@ -303,17 +288,15 @@ cdef class BlockCache:
                 newest_position = request_keys.newest_position
                 request_keys.rows_in_prompt(table, 0, positions, batch, &span)
                 request_keys.newest_position = newest_position
-            if priority != 0 and table.keeps_queues:
-                self.priorities.start()
-            self.priorities.reserve(n)
             self.policy.reserve_policy(n)
+            self.policy.on_hint(batch.rows, batch.hashes, n, code)
             if keys is None:
                 request_keys.next_use = code
-                if table.keeps_queues and request_keys.priority <= 1:
-                    request_keys.priority = priority
-                    request_keys.ttl_ns = ttl_ns
-            self.policy.on_hint(batch.rows, batch.hashes, n, code)
-            self.priorities.restate(batch.rows, n, priority, ttl_ns)
+            if code == END:
+                if keys is not None:
+                    self.policy.on_demote(batch.rows, n)
+                elif request_keys.has_ended:
+                    self._demote_own(request_keys, n)
             self._end()
 
     # ---- look-ups ---------------------------------------------------------------------------------------------
@@ -410,17 +393,14 @@ cdef class BlockCache:
         cdef Batch batch = self.batch
         with cython.critical_section(table):
             self._begin(request_keys)
-            self.priorities.reserve(n)
             if request_keys is None:
                 self.policy.use_keys(keys, batch)
-                self.priorities.apply(batch.rows, n, 0, 0)
             else:
                 request_keys.resolve(table, keys, batch, True)
                 request_keys.read_positions(table, keys, batch)
                 self.policy.reserve_policy(n)
                 if self.policy.count_uses(request_keys, batch, n) < n:
                     self.policy.on_reorder(batch.rows, n)
-                self.priorities.apply(batch.rows, n, request_keys.priority, request_keys.ttl_ns)
             self._end()
 
     def pin(self, list keys, RequestKeys request_keys):
@@ -440,7 +420,6 @@ cdef class BlockCache:
                     raise BlockStateError(f"block is not ready: {keys[i]!r}")
             # All that may raise or allocate comes before the first reference: a failed call has changed nothing.
             spec = _new_spec(n, &ids)
-            self.priorities.reserve(n)
             if request_keys is not None:
                 request_keys.read_positions(table, keys, batch)
                 self.policy.reserve_policy(n)
@@ -453,8 +432,6 @@ cdef class BlockCache:
                     table.num_evictable -= 1
                 table.rows[row].ref_cnt += 1
                 ids[i] = row - table.first
-            if request_keys is not None:
-                self.priorities.apply(batch.rows, n, request_keys.priority, request_keys.ttl_ns)
             self._end()
         return spec
 
@@ -527,7 +504,6 @@ cdef class BlockCache:
             evicted = new_list(most_victims)
             output = _new_output(stored, num_new, evicted, &ids)
             table.reserve_aside(offer.num_protected)
-            self.priorities.reserve(n)
             self.policy.reserve_policy(n)
             if request_keys is not None:
                 self.policy.count_uses(names, batch, n)
@@ -545,8 +521,6 @@ cdef class BlockCache:
             if num_taken:
                 self._admit(keys, names, num_taken, stored, ids)
                 self._insert(names, num_taken)
-            if request_keys is not None:
-                self.priorities.apply(batch.rows, n, names.priority, names.ttl_ns)
             if request_keys is None and may_decline:
                 self.policy.on_request_end(names)
             # Both lists were allocated at their maximum length, so that nothing was allocated in between.
@@ -597,18 +571,13 @@ cdef class BlockCache:
     cdef void _insert(self, RequestKeys names, Py_ssize_t num_taken) noexcept:
         """Pass the admitted rows to the policy."""
         cdef Batch batch = self.batch
-        cdef Py_ssize_t i
         if self.policy.tracks_uses:
             self.policy.on_admit(names, batch.picked_places, batch.picked_rows, num_taken)
         else:
             self.policy.on_insert(batch.picked_rows, num_taken)
-        if names.priority < 0:
-            for i in range(num_taken):
-                self.table.rows[batch.picked_rows[i]].priority = ONE_SHOT
 
     cdef void _release(self, const int32_t* victims, Py_ssize_t n, list evicted) noexcept:
         """Free the rows of evicted blocks, and append their keys to `evicted`."""
-        self.priorities.forget(victims, n)
         self.table.release(victims, n, evicted)
         self.table.num_evictable -= n
 
@@ -628,6 +597,7 @@ cdef class BlockCache:
             # The request finds its new block without a look-up while the row's generation stays the same.
             named.row = row
             named.generation = table.rows[row].generation
+            named.is_own = True
             key = PyList_GET_ITEM(keys, at)
             Py_INCREF(<object> key)
             PyList_SET_ITEM(stored, i, key)
@@ -699,7 +669,6 @@ cdef class BlockCache:
                     batch.picked_rows[num_dropped] = row
                     num_dropped += 1
             self.policy.on_failure(request_keys, batch.picked_rows, num_dropped)
-            self.priorities.forget(batch.picked_rows, num_dropped)
             table.release(batch.picked_rows, num_dropped, dropped)
             table.num_pending -= num_dropped
             self._end()
@@ -726,7 +695,6 @@ cdef class BlockCache:
         with cython.critical_section(self.table):
             self.table.num_calls += 1
             self.table.reset()
-            self.priorities.clear()
             self.policy.on_reset()
             if self.events is not None:
                 self.events.forget()
@@ -744,9 +712,9 @@ cdef void _attach_behind(BlockTable table, const int32_t* rows, Py_ssize_t n, in
     cdef Row* row_of = table.rows
     for i in range(n):
         row = rows[i]
-        queue = queue_of(table, row)
+        queue = row_of[row].list_idx
         # The stamp of a queue's head is 0.
-        if (younger != 0 and row_of[younger].where == LISTED and queue_of(table, younger) == queue
+        if (younger != 0 and row_of[younger].where == LISTED and row_of[younger].list_idx == queue
                 and row_of[row_of[younger].prev].stamp < row_of[row].stamp < row_of[younger].stamp
                 and table.keeps_queues):
             link_before(row_of, row, younger)

@@ -17,7 +17,7 @@ cdef enum:
     WITHHELD = 4    # holds no block, and is assigned to no key
 
 cdef enum:
-    LINES_BELOW = 6     # cache lines of sixteen heap nodes that stand together
+    LINES_BELOW = 5     # cache lines of sixteen heap nodes that stand together
 
 cdef struct Row:
     PyObject* key           # strong; NULL if FREE
@@ -29,11 +29,10 @@ cdef struct Row:
     uint32_t generation     # incremented when the row is assigned or freed
     uint32_t mark           # equal to the table's mark: named in this call
     uint8_t list_idx
-    uint8_t priority
+    uint8_t is_shared       # used by another request than the one that stored it
     uint8_t where
 
 cdef struct HeapNode:
-    uint64_t rank           # of PriorityClasses; 0 in an eviction queue
     uint64_t stamp
     int32_t row
 
@@ -46,30 +45,24 @@ cdef struct EvictionQueue:
     uint32_t cursor_mark    # the call that the cursor belongs to
 
 
-# A 4-ary min-heap over (rank, stamp). Each row records its position: at[r * step] for row r.
+# A 4-ary min-heap of stamps. The `prev` of each row in it is its position.
 #
 # Four children share a cache line or two, which halves the cache misses of a descent in a binary heap.
 
-cdef inline bint before(const HeapNode* a, const HeapNode* b) noexcept nogil:
-    return a.rank < b.rank or (a.rank == b.rank and a.stamp < b.stamp)
-
-
-cdef inline void sift_up(int32_t* at, Py_ssize_t step, HeapNode* nodes, int32_t i, HeapNode node) noexcept nogil:
+cdef inline void sift_up(Row* rows, HeapNode* nodes, int32_t i, HeapNode node) noexcept nogil:
     cdef int32_t parent
     while i > 0:
         parent = (i - 1) >> 2
-        if not before(&node, &nodes[parent]):
+        if node.stamp > nodes[parent].stamp:
             break
         nodes[i] = nodes[parent]
-        at[nodes[i].row * step] = i
+        rows[nodes[i].row].prev = i
         i = parent
     nodes[i] = node
-    at[node.row * step] = i
+    rows[node.row].prev = i
 
 
-cdef inline void sift_down(
-    int32_t* at, Py_ssize_t step, HeapNode* nodes, int32_t n, int32_t i, HeapNode node
-) noexcept nogil:
+cdef inline void sift_down(Row* rows, HeapNode* nodes, int32_t n, int32_t i, HeapNode node) noexcept nogil:
     cdef int32_t child, least
     cdef Py_ssize_t below
     while 4 * i + 1 < n:
@@ -80,25 +73,15 @@ cdef inline void sift_down(
                 prefetch(<char*> &nodes[below] + 64 * child)
         least = 4 * i + 1
         for child in range(least + 1, min(least + 4, n)):
-            if before(&nodes[child], &nodes[least]):
+            if nodes[child].stamp < nodes[least].stamp:
                 least = child
-        if not before(&nodes[least], &node):
+        if node.stamp < nodes[least].stamp:
             break
         nodes[i] = nodes[least]
-        at[nodes[i].row * step] = i
+        rows[nodes[i].row].prev = i
         i = least
     nodes[i] = node
-    at[node.row * step] = i
-
-
-cdef inline void heap_put(
-    int32_t* at, Py_ssize_t step, HeapNode* nodes, int32_t n, int32_t i, HeapNode node
-) noexcept nogil:
-    # Replace a node, and move the new one up or down.
-    if before(&node, &nodes[i]):
-        sift_up(at, step, nodes, i, node)
-    else:
-        sift_down(at, step, nodes, n, i, node)
+    rows[node.row].prev = i
 
 
 # The head of queue Q's list is row Q: next is the oldest, prev the most recent.
@@ -119,26 +102,28 @@ cdef inline void unlink(Row* rows, int32_t row) noexcept nogil:
     rows[next].prev = prev
 
 
-cdef inline Py_ssize_t row_step() noexcept nogil:
-    # Stride between the `prev` fields of consecutive rows, which hold positions in a heap.
-    return sizeof(Row) // sizeof(int32_t)
-
-
 cdef inline void heap_push(Row* rows, EvictionQueue* queue, int32_t row) noexcept nogil:
     # Call BlockTable.reserve_heaps before.
     cdef HeapNode node
-    node.rank = 0
     node.stamp = rows[row].stamp
     node.row = row
     rows[row].where = HEAPED
     queue.num_nodes += 1
-    sift_up(&rows[0].prev, row_step(), queue.nodes, queue.num_nodes - 1, node)
+    sift_up(rows, queue.nodes, queue.num_nodes - 1, node)
 
 
 cdef inline void heap_remove(Row* rows, EvictionQueue* queue, int32_t row) noexcept nogil:
+    cdef HeapNode last
+    cdef int32_t i = rows[row].prev
     queue.num_nodes -= 1
-    if queue.nodes[queue.num_nodes].row != row:
-        heap_put(&rows[0].prev, row_step(), queue.nodes, queue.num_nodes, rows[row].prev, queue.nodes[queue.num_nodes])
+    last = queue.nodes[queue.num_nodes]
+    if last.row == row:
+        return
+    # The last node replaces the removed one, and moves up or down.
+    if last.stamp < queue.nodes[i].stamp:
+        sift_up(rows, queue.nodes, i, last)
+    else:
+        sift_down(rows, queue.nodes, queue.num_nodes, i, last)
 
 
 cdef inline void queue_remove(Row* rows, EvictionQueue* queue, int32_t row) noexcept nogil:

@@ -39,9 +39,9 @@ cdef class ReplacementPolicy:
     cdef void on_use(self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n) noexcept nogil
     # New rows enter, from first to last. They are PINNED: their blocks are not written yet.
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
-    # Remove up to `n` rows of a priority from their lists, the least valuable first. Write them to `victims` and return
-    # their number. The caller tries priorities in ascending order until it has enough rows.
-    cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* victims) noexcept nogil
+    # Remove `n` rows from their lists, the least valuable first, and write them to `victims`. The caller has checked
+    # that `n` are evictable.
+    cdef void select_victims(self, Py_ssize_t n, int32_t* victims) noexcept nogil
 
     # Optional hooks. The default does what the comment says, or nothing.
 
@@ -50,6 +50,8 @@ cdef class ReplacementPolicy:
     # Order new keys behind a request's tail: each row just behind (older than) the row before it, and the first one
     # just behind `tail` (0: evicted). Row i takes the stamp `stamp - i` and keeps its list.
     cdef void on_append(self, const int32_t* rows, Py_ssize_t n, uint64_t stamp, int32_t tail) noexcept nogil
+    # Move each row (0: absent), from first to last, to the end of a list that is evicted first: nothing will use it.
+    cdef void on_demote(self, const int32_t* rows, Py_ssize_t n) noexcept nogil
     # A caller hinted, after the use, when keys (row 0: absent) will be used next. `next_use`: see RequestKeys.
     cdef void on_hint(
         self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t next_use) noexcept nogil

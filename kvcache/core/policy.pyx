@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, uint64_t
 
 from kvcache.core.ghosts cimport GhostList
 from kvcache.core.request_keys cimport RequestKeys
-from kvcache.core.table cimport NUM_PRIORITIES, Batch, move_to_tail, set_stamp
+from kvcache.core.table cimport Batch, move_to_tail, place
 
 from kvcache.block import BlockStateError
 
@@ -42,8 +42,8 @@ cdef class ReplacementPolicy:
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         pass
 
-    cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* victims) noexcept nogil:
-        return 0
+    cdef void select_victims(self, Py_ssize_t n, int32_t* victims) noexcept nogil:
+        pass
 
     cdef void on_reorder(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i
@@ -55,7 +55,10 @@ cdef class ReplacementPolicy:
         cdef Py_ssize_t i
         for i in range(n):
             if rows[i] != 0:
-                set_stamp(self.table, rows[i], stamp - i)
+                place(self.table, rows[i], self.table.rows[rows[i]].list_idx, stamp - i)
+
+    cdef void on_demote(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        pass
 
     cdef void on_hint(
         self, const int32_t* rows, const uint64_t* hashes, Py_ssize_t n, int32_t next_use
@@ -128,12 +131,9 @@ cdef class ReplacementPolicy:
         return num_used
 
     cdef void choose_victims(self, Py_ssize_t n, int32_t* victims) noexcept nogil:
-        """Take `n` rows out of their lists, lowest priority first. The caller has checked that `n` are evictable."""
-        cdef Py_ssize_t got = 0
-        cdef int32_t priority
-        for priority in range(NUM_PRIORITIES):
-            if got < n:
-                got += self.select_victims(priority, n - got, victims + got)
+        """Take `n` rows out of their lists. The caller has checked that `n` are evictable."""
+        if n:
+            self.select_victims(n, victims)
         self.table.return_aside()
 
     cdef int check_all(self) except -1:

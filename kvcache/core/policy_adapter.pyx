@@ -217,6 +217,15 @@ cdef class PolicyAdapter(ReplacementPolicy):
             self.on_reorder(self.batch.rows, len(key_list))
             self._end()
 
+    def demote(self, keys):
+        """Move each key, from first to last, to the least-recent end of a list: the last one is evicted first."""
+        cdef list key_list = as_list(keys)
+        with cython.critical_section(self.table):
+            self._refuse_native("demote")
+            self.table.find(key_list, 0, len(key_list), self.batch)
+            self.on_demote(self.batch.rows, len(key_list))
+            self._end()
+
     def use(self, list keys not None, bint first):
         """Count one use of each key for one request. Advance the clock only if `first`."""
         if self.tracks_uses or first:

@@ -1,6 +1,6 @@
 cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from kvcache.core.eviction_queue cimport Row
 from kvcache.core.index cimport Bucket, Probe
@@ -29,8 +29,9 @@ cdef struct Named:
     uint64_t hash
     int32_t row             # where the key was last found; 0: nowhere
     uint32_t generation     # of that row, then
-    uint32_t seen           # order in which the request first used its keys: 1, 2, ...; 0: only looked up
     uint32_t mark           # of the last prepare_store that named it
+    uint8_t is_used         # False: only looked up
+    uint8_t is_own          # the request stored the block in that row
 
 # State of a used key, kept only for a policy that sets `ReplacementPolicy.tracks_uses`.
 cdef struct KeyUse:
@@ -69,9 +70,8 @@ cdef class RequestKeys:
     cdef int64_t newest_position    # of the key used last; a key without a position stays behind the key before it
     cdef uint64_t version           # the table's version when all rows were last valid
     cdef uint64_t epoch             # the table's epoch when the first key was named
-    cdef int32_t priority    # the request's hint: -1 (one-shot) to 3
-    cdef int64_t ttl_ns      # TTL of a raised priority; 0: no limit
     cdef int32_t next_use    # the request's hint: 0 (none), 1 (end), 2 (soon), 3 (later)
+    cdef bint has_ended
     cdef dict positions      # of keys in the prompt, or None; owned by the context, which may add to it
     cdef KeyUse* uses               # [size], or NULL if the policy does not track uses
     cdef int32_t head               # place + 1 of the first used key in the prompt

@@ -146,8 +146,7 @@ cdef class RequestKeys:
             named = &self.named[j]
             # A row is valid only while its generation is unchanged.
             if not in_step and (named.row == 0 or table.rows[named.row].generation != named.generation):
-                named.row = table.find_one(key, named.hash)
-                named.generation = table.rows[named.row].generation
+                _set_row(named, table, table.find_one(key, named.hash))
             batch.rows[i] = named.row
             batch.hashes[i] = named.hash
             batch.places[i] = j
@@ -203,12 +202,12 @@ cdef class RequestKeys:
                 Py_INCREF(<object> key)
                 named.key = key
                 named.hash = hashes[i]
-                named.seen = 0
+                named.row = 0
                 named.mark = 0
+                named.is_used = named.is_own = False
                 if self.buckets != NULL:
                     index_add(self.buckets, &probe, hashes[i], <int32_t> place + 1)
-            self.named[place].row = rows[i]
-            self.named[place].generation = table.rows[rows[i]].generation
+            _set_row(&self.named[place], table, rows[i])
 
     cdef int32_t row_now(self, BlockTable table, Py_ssize_t place) noexcept nogil:
         """Return the row of a key that the request has named, or 0."""
@@ -218,8 +217,7 @@ cdef class RequestKeys:
                 return named.row
         elif self.version == table.version:
             return 0
-        named.row = table.find_one(named.key, named.hash)
-        named.generation = table.rows[named.row].generation
+        _set_row(named, table, table.find_one(named.key, named.hash))
         return named.row
 
     cdef int read_new_positions(self, BlockTable table) except -1:
@@ -261,10 +259,10 @@ cdef class RequestKeys:
         for i in range(n):
             place = places[i]
             named = &self.named[place]
-            if named.seen == 0:
+            if not named.is_used:
                 self.used[self.num_seen] = <int32_t> place
                 self.num_seen += 1
-                named.seen = self.num_seen
+                named.is_used = True
                 if self.uses != NULL:
                     self.link_use(place, batch.ends[i], self.num_positions != 0 and batch.ends[i] != NO_POSITION)
                 batch.used_rows[num_used] = batch.rows[i]
@@ -390,6 +388,14 @@ cdef class RequestKeys:
         if not is_sorted:
             qsort(batch.in_prompt, self.num_seen - start, sizeof(Position), &_compare)
         return 0
+
+
+cdef inline void _set_row(Named* named, BlockTable table, int32_t row) noexcept nogil:
+    # A block that was stored after the request's own had left is not its own.
+    cdef uint32_t generation = table.rows[row].generation
+    named.is_own = named.is_own and named.row == row and named.generation == generation
+    named.row = row
+    named.generation = generation
 
 
 cdef PyObject* _position_of(dict positions, PyObject* key, Py_ssize_t* at) except? NULL:

@@ -8,9 +8,6 @@ from kvcache.core.eviction_queue cimport (
 from kvcache.core.index cimport Bucket, home_of, prefetch
 
 cdef enum:
-    NUM_PRIORITIES = 5      # one-shot, normal, raised 1 to 3: an eviction queue each
-    ONE_SHOT = 0
-    NORMAL = 1
     MAX_LISTS = 8
 
 cdef struct CallerBlock:
@@ -67,12 +64,12 @@ cdef class BlockTable:
     cdef Py_ssize_t num_evictable           # ready and not referenced; counted in a manager's pool only
     cdef Py_ssize_t num_resident
     cdef Py_ssize_t[MAX_LISTS] num_in_list
-    cdef Row* rows                          # [num_rows]: a head per eviction queue, then the blocks
-    cdef EvictionQueue* queues              # [first]: for each list, one per priority
+    cdef Row* rows                          # [num_rows]: a head per list, then the blocks
+    cdef EvictionQueue* queues              # [first]: one per list
     cdef CallerBlock* caller_blocks         # [num_rows], or NULL in a manager's pool
     cdef Bucket* buckets                    # [num_buckets]: from hash to row
     cdef uint32_t num_buckets
-    cdef int32_t first                      # row of block 0; also the number of queues
+    cdef int32_t first                      # row of block 0; also the number of lists
     cdef int32_t num_rows
     cdef int32_t num_fresh                  # rows that have ever held a block since the last reset
     cdef int32_t num_stale                  # rows from num_fresh up to here may hold a key from before the last reset
@@ -81,7 +78,8 @@ cdef class BlockTable:
     cdef int32_t free_head
     cdef uint32_t mark                      # of the current call: rows with this mark are protected
     cdef bint keeps_queues                  # False: the policy keeps its own order, and rows are not linked here
-    cdef uint64_t stamp
+    cdef uint64_t stamp                     # of the youngest row
+    cdef uint64_t oldest_stamp
     cdef uint64_t version                   # incremented when a key is added or removed
     cdef uint64_t epoch                     # unique among all tables, and changed by each reset
     cdef int32_t* aside                     # [aside_size]: heap tops that this call must not evict
@@ -97,7 +95,7 @@ cdef class BlockTable:
     cdef void admit(
         self, list keys, const uint64_t* hashes, const Py_ssize_t* picked, Py_ssize_t n, int32_t* out) noexcept
     cdef void release(self, const int32_t* victims, Py_ssize_t n, list keys) noexcept
-    cdef Py_ssize_t take_oldest(self, int32_t list_idx, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil
+    cdef Py_ssize_t take_oldest(self, int32_t list_idx, Py_ssize_t n, int32_t* out) noexcept nogil
     cdef void return_aside(self) noexcept nogil
     cdef bint is_withheld(self, int32_t row) noexcept
     cdef int withhold(self, set slots) except -1
@@ -112,19 +110,15 @@ cdef inline int32_t ref_of(BlockTable t, int32_t row) noexcept nogil:
     return t.rows[row].ref_cnt if t.caller_blocks == NULL else t.caller_blocks[row].ref_cnt[0]
 
 
-cdef inline int32_t queue_of(BlockTable t, int32_t row) noexcept nogil:
-    return t.rows[row].list_idx * NUM_PRIORITIES + t.rows[row].priority
-
-
 cdef inline void detach(BlockTable t, int32_t row) noexcept nogil:
     if t.keeps_queues:
-        queue_remove(t.rows, &t.queues[queue_of(t, row)], row)
+        queue_remove(t.rows, &t.queues[t.rows[row].list_idx], row)
     t.rows[row].where = PINNED
 
 
 cdef inline void attach(BlockTable t, int32_t row) noexcept nogil:
     # Return a row to its place in its queue. Call BlockTable.reserve_heaps before.
-    cdef int32_t queue = queue_of(t, row)
+    cdef int32_t queue = t.rows[row].list_idx
     if not t.keeps_queues:
         t.rows[row].where = LISTED
     else:
@@ -150,24 +144,31 @@ cdef inline void enter(BlockTable t, int32_t row, int32_t list_idx) noexcept nog
 
 cdef inline void move_to_tail(BlockTable t, int32_t row, int32_t list_idx) noexcept nogil:
     # Move a row to the most-recent end of a list. A pinned row takes its place there when it is unpinned.
-    cdef int32_t queue
     if t.rows[row].where != PINNED:
-        queue_remove(t.rows, &t.queues[queue_of(t, row)], row)
+        queue_remove(t.rows, &t.queues[t.rows[row].list_idx], row)
     t.num_in_list[t.rows[row].list_idx] -= 1
     enter(t, row, list_idx)
     if t.rows[row].where != PINNED:
-        queue = queue_of(t, row)
-        queue_append(t.rows, &t.queues[queue], queue, row)
+        queue_append(t.rows, &t.queues[list_idx], list_idx, row)
 
 
-cdef inline void set_stamp(BlockTable t, int32_t row, uint64_t stamp) noexcept nogil:
-    # Move a row to another place in its queue. Call BlockTable.reserve_heaps before.
+cdef inline void place(BlockTable t, int32_t row, int32_t list_idx, uint64_t stamp) noexcept nogil:
+    # Move a row to the place of a stamp in a list. Call BlockTable.reserve_heaps before.
     cdef bint is_pinned = t.rows[row].where == PINNED
     if not is_pinned:
         detach(t, row)
+    t.num_in_list[t.rows[row].list_idx] -= 1
+    t.num_in_list[list_idx] += 1
+    t.rows[row].list_idx = <uint8_t> list_idx
     t.rows[row].stamp = stamp
     if not is_pinned:
         attach(t, row)
+
+
+cdef inline void move_to_front(BlockTable t, int32_t row, int32_t list_idx) noexcept nogil:
+    # Move a row to the least-recent end of a list, where no heap is needed.
+    t.oldest_stamp -= 1
+    place(t, row, list_idx, t.oldest_stamp)
 
 
 cdef inline void prefetch_release(BlockTable t, int32_t row) noexcept nogil:
@@ -181,7 +182,7 @@ cdef inline bint may_leave(BlockTable t, int32_t row) noexcept nogil:
 
 
 cdef inline int32_t pick_victim(BlockTable t, int32_t queue_idx) noexcept nogil:
-    # Return the oldest evictable row of a queue, or 0. A call skips each protected row only once.
+    # Return the oldest evictable row of a list, or 0. A call skips each protected row only once.
     cdef EvictionQueue* queue = &t.queues[queue_idx]
     cdef int32_t row, top
     row = queue.cursor if queue.cursor_mark == t.mark else t.rows[queue_idx].next
@@ -199,13 +200,12 @@ cdef inline int32_t pick_victim(BlockTable t, int32_t queue_idx) noexcept nogil:
     return 0 if row == queue_idx else row
 
 
-cdef inline int32_t take_victim(BlockTable t, int32_t list_idx, int32_t priority) noexcept nogil:
-    # Remove the oldest evictable row of a list and priority from its queue. Return it, or 0 if there is none.
-    cdef int32_t queue = list_idx * NUM_PRIORITIES + priority
-    cdef int32_t row = pick_victim(t, queue)
+cdef inline int32_t take_victim(BlockTable t, int32_t list_idx) noexcept nogil:
+    # Remove the oldest evictable row of a list from its queue. Return it, or 0 if there is none.
+    cdef int32_t row = pick_victim(t, list_idx)
     if row != 0:
-        if t.queues[queue].cursor == row:
-            t.queues[queue].cursor = t.rows[row].next
+        if t.queues[list_idx].cursor == row:
+            t.queues[list_idx].cursor = t.rows[row].next
         detach(t, row)
         t.num_in_list[list_idx] -= 1
     return row

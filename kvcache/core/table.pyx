@@ -76,8 +76,7 @@ cdef class BlockTable:
 
     Blocks by key, 1 to 2**30 - 1, in rows, each in one of `num_lists` recency lists (1 to 8) of the policy.
 
-    Each list has an eviction queue per priority. With `keeps_queues`, evictable rows stand in them; a policy that keeps
-    an order of its own does without.
+    With `keeps_queues`, evictable rows stand in the queue of their list. A policy with an order of its own needs none.
     """
 
     def __cinit__(self, cache_capacity, int32_t num_lists=1, bint keeps_queues=True):
@@ -87,7 +86,7 @@ cdef class BlockTable:
             raise ValueError(f"num_lists must be in 1..{MAX_LISTS}, got {num_lists}")
         self.cache_capacity = cache_capacity
         self.keeps_queues = keeps_queues
-        self.first = num_lists * NUM_PRIORITIES
+        self.first = num_lists
         self.num_rows = self.first + <int32_t> self.cache_capacity
         self.num_buckets = buckets_for(self.cache_capacity)
         self.rows = <Row*> zeroed(self.num_rows * sizeof(Row))
@@ -100,6 +99,8 @@ cdef class BlockTable:
             self.rows[queue].prev = self.rows[queue].next = queue
         self.num_free = self.cache_capacity
         self.mark = 1
+        # Half of the numbers are for rows that become the oldest.
+        self.stamp = self.oldest_stamp = <uint64_t> 1 << 63
         self.epoch = next_epoch()
 
     def __dealloc__(self):
@@ -259,7 +260,7 @@ cdef class BlockTable:
             rows[row].ref_cnt = -1
             rows[row].where = PINNED
             rows[row].mark = 0
-            rows[row].priority = NORMAL
+            rows[row].is_shared = False
             rows[row].generation += 1
             index_insert(buckets, num_buckets, hashes[at], row)
             out[i] = row
@@ -292,28 +293,27 @@ cdef class BlockTable:
         self.num_free += n
         self.version += n != 0
 
-    cdef Py_ssize_t take_oldest(self, int32_t list_idx, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
+    cdef Py_ssize_t take_oldest(self, int32_t list_idx, Py_ssize_t n, int32_t* out) noexcept nogil:
         """Remove up to `n` evictable rows from their queue, oldest first, and return their number."""
-        cdef int32_t head = list_idx * NUM_PRIORITIES + priority
-        cdef EvictionQueue* queue = &self.queues[head]
+        cdef EvictionQueue* queue = &self.queues[list_idx]
         cdef Row* rows = self.rows
         cdef uint64_t first_in_heap = queue.nodes[0].stamp if queue.num_nodes else <uint64_t> -1
-        cdef int32_t row = rows[head].next
+        cdef int32_t row = rows[list_idx].next
         cdef Py_ssize_t got = 0
         # Mostly they are the first rows of the list, which are cut off in one piece. `take_victim` does the rest.
         if queue.cursor_mark != self.mark:
-            while got < n and row != head and may_leave(self, row) and rows[row].stamp < first_in_heap:
+            while got < n and row != list_idx and may_leave(self, row) and rows[row].stamp < first_in_heap:
                 prefetch_release(self, row)
                 rows[row].where = PINNED
                 out[got] = row
                 got += 1
                 row = rows[row].next
-            rows[head].next = row
-            rows[row].prev = head
+            rows[list_idx].next = row
+            rows[row].prev = list_idx
             queue.num_listed -= <int32_t> got
             self.num_in_list[list_idx] -= got
         while got < n:
-            row = take_victim(self, list_idx, priority)
+            row = take_victim(self, list_idx)
             if row == 0:
                 break
             out[got] = row
@@ -446,7 +446,8 @@ cdef class BlockTable:
             row = self.rows[queue_idx].next
             while row != queue_idx:
                 num_listed += 1
-                _hold(self.rows[row].where == LISTED and queue_of(self, row) == queue_idx, f"row {row} is in no list")
+                _hold(self.rows[row].where == LISTED and self.rows[row].list_idx == queue_idx,
+                      f"row {row} is in no list")
                 _hold(self.rows[self.rows[row].next].prev == row, f"row {row} is not its neighbour's neighbour")
                 _hold(self.rows[row].next == queue_idx or self.rows[row].stamp < self.rows[self.rows[row].next].stamp,
                       f"row {row} stands behind an older one")
@@ -455,8 +456,9 @@ cdef class BlockTable:
             _hold(queue.num_nodes <= queue.size, f"queue {queue_idx} has {queue.num_nodes} nodes in {queue.size}")
             for i in range(queue.num_nodes):
                 row = queue.nodes[i].row
-                _hold(self.rows[row].where == HEAPED and queue_of(self, row) == queue_idx and self.rows[row].prev == i
-                      and queue.nodes[i].stamp == self.rows[row].stamp, f"node {i} of queue {queue_idx} is astray")
+                _hold(self.rows[row].where == HEAPED and self.rows[row].list_idx == queue_idx
+                      and self.rows[row].prev == i and queue.nodes[i].stamp == self.rows[row].stamp,
+                      f"node {i} of queue {queue_idx} is astray")
                 _hold(i == 0 or queue.nodes[(i - 1) >> 2].stamp < queue.nodes[i].stamp,
                       f"node {i} of queue {queue_idx} is misplaced")
             used_slots += num_listed + queue.num_nodes

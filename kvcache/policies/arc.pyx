@@ -7,7 +7,7 @@ cimport cython
 from libc.stdint cimport int32_t, uint64_t
 
 from kvcache.core.ghosts cimport GhostList, prefetch_ghost
-from kvcache.core.table cimport BlockTable, enter, move_to_tail, prefetch_release, ref_of, take_victim
+from kvcache.core.table cimport BlockTable, enter, move_to_front, move_to_tail, prefetch_release, ref_of, take_victim
 from kvcache.core.policy_adapter cimport PolicyAdapter
 
 import math
@@ -83,6 +83,7 @@ cdef class ARCCachePolicy(PolicyAdapter):
             if row != 0:
                 # The first use of a block that is being written is its store, so it counts as seen once.
                 is_new = self.table.rows[row].list_idx == T1 and ref_of(self.table, row) < 0
+                self.table.rows[row].is_shared = True
                 move_to_tail(self.table, row, T1 if is_new else T2)
                 continue
             len1 = self.b1.num_ghosts
@@ -112,32 +113,34 @@ cdef class ARCCachePolicy(PolicyAdapter):
             if ghost != 0:
                 self.b2.drop(ghost)
 
-    cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
-        cdef Py_ssize_t i, got = 0
+    cdef void select_victims(self, Py_ssize_t n, int32_t* out) noexcept nogil:
+        cdef Py_ssize_t i
         cdef int32_t row, choice
-        while got < n:
+        for i in range(n):
             choice = T1 if self.table.num_in_list[T1] >= <Py_ssize_t> self.target else T2
-            row = take_victim(self.table, choice, priority)
+            row = take_victim(self.table, choice)
             if row == 0:
                 choice = T2 if choice == T1 else T1
-                row = take_victim(self.table, choice, priority)
-            if row == 0:
-                break
+                row = take_victim(self.table, choice)
             prefetch_release(self.table, row)
             if choice == T1:
                 prefetch_ghost(self.b1, self.table.rows[row].hash)
             else:
                 prefetch_ghost(self.b2, self.table.rows[row].hash)
-            out[got] = row
-            got += 1
+            out[i] = row
         # The loop above does not depend on ghosts. Pushing them in a separate loop overlaps their cache misses.
-        for i in range(got):
+        for i in range(n):
             row = out[i]
             if self.table.rows[row].list_idx == T1:
                 self.b1.push(self.table.rows[row].hash)
             else:
                 self.b2.push(self.table.rows[row].hash)
-        return got
+
+    cdef void on_demote(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i
+        for i in range(n):
+            if rows[i] != 0:
+                move_to_front(self.table, rows[i], T1)
 
     cdef void on_reset(self) noexcept nogil:
         self.target = 0.0

@@ -30,6 +30,10 @@ class RequestUses:
         Positions in the prompt of the request's keys, used or not, as far as the engine knows. It may grow.
     next_use : str or None
         Next use of the request's blocks: ``"end"`` (never), ``"soon"`` or ``"later"``. None if no hint was given.
+    stored : dict
+        The blocks that it has stored.
+    has_ended : bool
+        Whether the request has ended.
     policy_state : object
         State that the policy keeps for the request; initially None.
     """
@@ -39,22 +43,26 @@ class RequestUses:
         "_positioned",
         "_predecessors",
         "epoch",
+        "has_ended",
         "keys",
         "last_position",
         "next_use",
         "policy_state",
         "positions",
+        "stored",
     )
 
     def __init__(self, next_use: str | None = None) -> None:
         self.positions: dict[bytes, int] | None = None
         self.next_use = next_use
         self.epoch: object = None
+        self.has_ended = False
         self.forget()
 
     def forget(self) -> None:
         """Clear all keys, after a reset of the cache."""
         self.keys: dict[bytes, int] = {}
+        self.stored: dict[bytes, BlockStatus] = {}
         self.policy_state: Any = None
         self.last_position: int | None = None
         self._num_read = 0
@@ -197,6 +205,12 @@ class CachePolicy(ABC):
         The default does nothing.
         """
 
+    def demote(self, keys: Iterable[bytes]) -> None:  # noqa: B027
+        """Move each key, from first to last, to the least-recent end: the last one is evicted first.
+
+        Nothing is expected to use these blocks; a use undoes it. Unknown keys are ignored. The default does nothing.
+        """
+
     def use(self, keys: list[bytes], first: bool) -> None:
         """Count one use of each key for one request. `first` is true on the first call for that request.
 
@@ -298,27 +312,20 @@ class BlockCacheOps(Protocol):
     def current_policy(self) -> CachePolicy:
         """Return the policy. After `reset`, it may be another object."""
 
-    @property
-    def num_raised(self) -> int:
-        """Blocks held at a raised priority."""
-
     def keep_events(self, events: EventLog, medium: str) -> None:
         """Append an event to `events` for each change of `medium`, in the step that makes it. Called once, at first."""
 
-    def open_request(self, priority: int = 0, ttl_ns: int = 0, next_use: str | None = None, num_keys: int = 0) -> Any:
-        """Return the (empty) keys of a new request, with its retention hint (`ttl_ns` 0: no TTL).
+    def open_request(self, next_use: str | None = None, num_keys: int = 0) -> Any:
+        """Return the (empty) keys of a new request, with its hint of next use.
 
         `num_keys` is an estimate of the number of keys that the request will name.
         """
 
-    def advance(self, elapsed_s: float, max_raised: int) -> None:
-        """Return expired blocks to normal priority. From now on, at most `max_raised` blocks may be raised."""
+    def advance(self, elapsed_s: float) -> None:
+        """Set the time of a policy that reads the clock."""
 
     def needs_time(self, request_keys: Any, positions: dict[bytes, int] | None) -> bool:
-        """Set the request's positions, and return whether `advance` must be called before the request uses keys.
-
-        True for every use. If the policy reads the clock, true only for the first use of a request.
-        """
+        """Set the request's positions. Return whether `advance` must be called, as before its first use of a key."""
 
     def has_used(self, request_keys: Any) -> bool:
         """Return whether a request has used a key since the last reset."""
@@ -367,6 +374,7 @@ class BlockCacheOps(Protocol):
     def end_request(self, request_keys: Any, positions: dict[bytes, int] | None, use_positions: bool = False) -> None:
         """Order all keys that the request used, by position in the prompt or by first use.
 
+        If its hint is "end", then demote the blocks that it has stored and no other request has used.
         With `use_positions`, first count a use of each key of `positions` that the request has not used.
         """
 
@@ -376,13 +384,11 @@ class BlockCacheOps(Protocol):
         request_keys: Any,
         positions: dict[bytes, int] | None,
         next_use: str,
-        priority: int,
-        ttl_ns: int,
     ) -> None:
         """Apply a hint that arrives after the uses, to `keys` or, if None, to the keys that the request used.
 
-        A policy that supports only priorities applies `priority` and `ttl_ns` instead of `next_use`. Later uses by the
-        request carry the hint, too.
+        Later uses by the request carry the hint, too. ``"end"`` demotes `keys`, or those of an ended request as
+        `end_request` does.
         """
 
     def withhold(self, block_ids: Iterable[int]) -> None:

@@ -7,7 +7,7 @@ cimport cython
 from libc.stdint cimport int32_t, uint64_t
 
 from kvcache.core.policy_adapter cimport PolicyAdapter
-from kvcache.core.table cimport BlockTable, enter, move_to_tail
+from kvcache.core.table cimport BlockTable, enter, move_to_front, move_to_tail
 
 from kvcache.policies.base import CachePolicy
 
@@ -30,6 +30,7 @@ cdef class LRUCachePolicy(PolicyAdapter):
         cdef Py_ssize_t i
         for i in range(n - 1, -1, -1):
             if rows[i] != 0:
+                self.table.rows[rows[i]].is_shared = True
                 move_to_tail(self.table, rows[i], RECENCY)
 
     cdef void on_insert(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
@@ -38,9 +39,16 @@ cdef class LRUCachePolicy(PolicyAdapter):
         for i in range(n):
             enter(self.table, rows[i], RECENCY)
 
-    cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* victims) noexcept nogil:
+    cdef void select_victims(self, Py_ssize_t n, int32_t* victims) noexcept nogil:
         """Remove the oldest blocks."""
-        return self.table.take_oldest(RECENCY, priority, n, victims)
+        self.table.take_oldest(RECENCY, n, victims)
+
+    cdef void on_demote(self, const int32_t* rows, Py_ssize_t n) noexcept nogil:
+        """Move each block to the least-recent end, the prompt's tail last: it is evicted first."""
+        cdef Py_ssize_t i
+        for i in range(n):
+            if rows[i] != 0:
+                move_to_front(self.table, rows[i], RECENCY)
 
 
 CachePolicy.register(LRUCachePolicy)

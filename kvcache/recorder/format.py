@@ -190,7 +190,9 @@ def _hint_of(context: ReqContext) -> dict[str, Any]:
     params = context.kv_transfer_params
     if isinstance(params, dict) and "kvcache" in params:
         try:
-            hint["kvcache"] = asdict(parse_hint(params["kvcache"]))
+            parsed = asdict(parse_hint(params["kvcache"]))
+            # Ignored fields are counted, so a rerun needs their names.
+            hint["kvcache"] = dict.fromkeys(params["kvcache"]) | parsed
         except ValueError:
             hint["kvcache"] = "?"
     return hint

@@ -16,7 +16,6 @@ _HOME_OF = {
     "REFERENCE_POLICIES": "kvcache.testing.reference",
     "ReferenceGate": "kvcache.testing.reference",
     "ReferenceManager": "kvcache.testing.reference_manager",
-    "RetainingReferenceManager": "kvcache.testing.reference_manager",
     "TierContract": "kvcache.testing.tier_contract",
     "cache_machine": "kvcache.testing.machine",
 }
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from kvcache.testing.reference import REFERENCE_POLICIES as REFERENCE_POLICIES
     from kvcache.testing.reference import ReferenceGate as ReferenceGate
     from kvcache.testing.reference_manager import ReferenceManager as ReferenceManager
-    from kvcache.testing.reference_manager import RetainingReferenceManager as RetainingReferenceManager
     from kvcache.testing.tier_contract import TierContract as TierContract
 
 

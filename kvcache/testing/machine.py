@@ -95,8 +95,6 @@ class CacheMachine(RuleBasedStateMachine):
         if twin.stores_all:
             for manager in self.managers.values():
                 _policy(manager).stores_all = True
-        # Give no hints to a policy that does not support them: the compiled managers would still apply priorities.
-        self.takes_hints = getattr(twin, "hint", CachePolicy.hint) is not CachePolicy.hint
         self.contexts = [ReqContext(str(slot)) for slot in range(_NUM_CONTEXTS)]
 
     @rule(key=_one_key, slot=_context_slots, fresh=st.booleans())
@@ -195,16 +193,20 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(slot=st.integers(1, _NUM_CONTEXTS), next_use=st.sampled_from((None, *NEXT_USES)))
     def forget_context(self, slot: int, next_use: str | None) -> None:
-        retention = Retention(next_use=next_use) if self.takes_hints else None
-        self.contexts[slot - 1] = ReqContext(str(slot), retention=retention)
+        self.contexts[slot - 1] = ReqContext(str(slot), retention=Retention(next_use))
 
     @rule(keys=_key_lists, slot=_context_slots, form=_forms, next_use=st.sampled_from(NEXT_USES))
     def hint(self, keys: list[bytes], slot: int, form: Any, next_use: str) -> None:
-        if not self.takes_hints:
-            return
         container, is_copied = form
         context = self._context(slot)
         self._all(lambda manager: manager.hint(context or container(_renewed(keys, is_copied)), next_use))
+
+    @rule(num_keys=st.integers(1, 8))
+    def crowd_out(self, num_keys: int) -> None:
+        # Whatever may leave leaves, so that the whole order of eviction is seen.
+        for i in range(num_keys):
+            for method in ("prepare_store", "complete_store"):
+                self._call(method, [b"crowd %d" % i], 0, (list, False))
 
     @rule(slot=st.integers(1, _NUM_CONTEXTS), positions=st.dictionaries(_one_key, st.integers(0, 9), max_size=6))
     def set_positions(self, slot: int, positions: dict[bytes, int]) -> None:

@@ -47,6 +47,11 @@ class ReferenceLRU(CachePolicy):
 
     order = touch
 
+    def demote(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            if key in self.blocks:
+                self.blocks.move_to_end(key, last=False)
+
     def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
         victims = list(islice(eligible(self.blocks, self.blocks, protected), n))
         if len(victims) < n:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -18,11 +18,9 @@ from kvcache.control.manager import OffloadingManager
 from kvcache.events import OffloadingEvent
 from kvcache.metrics import ManagerStats
 from kvcache.policies.base import CachePolicy, RequestUses
-from kvcache.request import ReqContext, RequestOffloadingContext, Retention, check_next_use
+from kvcache.request import ReqContext, RequestOffloadingContext, check_next_use
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.testing.reference import REFERENCE_POLICIES, ReferenceGate
-
-ONE_SHOT, NORMAL, HIGHEST = -1, 0, 3
 
 
 class ReferenceManager(OffloadingManager):
@@ -35,7 +33,6 @@ class ReferenceManager(OffloadingManager):
     """
 
     medium = CPULoadStoreSpec.medium()
-    falls_per_call = 256
 
     def __init__(
         self,
@@ -54,7 +51,6 @@ class ReferenceManager(OffloadingManager):
         self.make_gate = partial(ReferenceGate, store_threshold, max_tracker_size)
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.clock = clock
-        self.retained = Retained(clock, None)
         self.start_s: float | None = None
         self.counts: Counter[str] = Counter()
         self.requests = Requests()
@@ -76,7 +72,8 @@ class ReferenceManager(OffloadingManager):
         self.in_use: set[bytes] = set()  # being written or read: not evictable
         self.unused_slots = iter(range(self.num_blocks))
         self.freed: list[int] = []
-        self.retained = Retained(self.clock, self.retained.max_raised)
+        # By key: the only request that has used the block, if it has stored it.
+        self.owners: dict[bytes, RequestUses | None] = {}
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self.requests.open.add(req_context)
@@ -97,9 +94,9 @@ class ReferenceManager(OffloadingManager):
         keys = self._begin(keys, req_context)
         if keys and req_context is None:
             self.policy.touch(keys)
+            self._share(keys)
         elif keys and self._count_uses(keys, req_context) < len(keys):
             self.policy.order(keys)
-        self._retain(keys, self._retention_of(req_context))
 
     def prepare_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> CPULoadStoreSpec:
         keys = self._begin(keys, req_context)
@@ -113,8 +110,6 @@ class ReferenceManager(OffloadingManager):
             self.blocks[key].ref_cnt += 1
             self.in_use.add(key)
         self.counts.update(loaded_blocks=len(keys), needed_blocks=len(keys))
-        if req_context is not None:
-            self._retain(keys, self._retention_of(req_context))
         return self._spec(keys)
 
     def complete_load(self, keys: Iterable[bytes], req_context: ReqContext | None = None) -> None:
@@ -150,16 +145,11 @@ class ReferenceManager(OffloadingManager):
 
         # Uses count before victims are selected: the policy adapts to them.
         self._count_uses(keys, req_context)
-        victims = self._evict(num_missing, set(keys)) if num_missing else []
+        victims = self.policy.evict(num_missing, set(keys)) if num_missing else []
         assert victims is not None, "enough blocks could be evicted"
         self.counts.update(gated_blocks=len(absent) - len(to_store))
         self._count_needed(len(absent), req_context)
-        output = self._replace(victims, to_store)
-        retention = self._retention_of(req_context)
-        self.retained.priorities.update(dict.fromkeys(to_store, min(retention.priority_class, NORMAL)))
-        if req_context is not None:
-            self._retain(keys, retention)
-        return output
+        return self._replace(victims, to_store, req_context)
 
     def _count_needed(self, num_absent: int, req_context: ReqContext | None, is_refused: bool = False) -> None:
         """Count absent blocks as needed. Those of a refused store that the request offers again count once."""
@@ -177,9 +167,11 @@ class ReferenceManager(OffloadingManager):
         num_taken, victims = self.policy.make_room(to_store, self._num_free(), keys, request)
         assert len(victims) == max(0, num_taken - self._num_free()), "exactly as many leave as are needed"
         self.counts.update(gated_blocks=len(absent) - num_taken, declined_blocks=len(to_store) - num_taken)
-        return self._replace(victims, to_store[:num_taken])
+        return self._replace(victims, to_store[:num_taken], req_context)
 
-    def _replace(self, victims: list[tuple[bytes, BlockStatus]], to_store: list[bytes]) -> PrepareStoreOutput:
+    def _replace(
+        self, victims: list[tuple[bytes, BlockStatus]], to_store: list[bytes], req_context: ReqContext | None
+    ) -> PrepareStoreOutput:
         for key, _ in victims:
             self._free(key)
         for key in to_store:
@@ -188,6 +180,7 @@ class ReferenceManager(OffloadingManager):
             self.blocks[key] = block
             self.in_use.add(key)
             self.policy.insert(key, block)
+            self.owners[key] = None if req_context is None else self.requests.named[req_context]
         evicted = [key for key, _ in victims]
         self.counts.update(evicted_blocks=len(evicted))
         self._tell(evicted, removed=True)
@@ -225,45 +218,46 @@ class ReferenceManager(OffloadingManager):
         return iter(events)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self.retained.let_fall(self.falls_per_call)
         request = self.requests.named.pop(req_context, None)
         in_prefix_order = self._in_prefix_order(req_context, request)
-        retention = self._retention_of(req_context)
         if request is not None and in_prefix_order:
             self.requests.ended[req_context] = request
         self.requests.hinted.pop(req_context, None)
         self.requests.open.discard(req_context)
         self.requests.old.discard(req_context)
         self.policy.order(in_prefix_order)
-        if retention.priority_class > NORMAL:
-            self._retain(in_prefix_order, retention)
+        if request is not None and request.next_use == "end":
+            self._demote_own(in_prefix_order, request)
 
     def hint(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> None:
         check_next_use(next_use)
         keys = self._hinted_keys(request_or_keys, next_use)
-        self.retained.let_fall(self.falls_per_call)
         if self.policy.reads_clock:
             self._set_time()
         self.policy.hint(keys, next_use)
-        if self.retained.max_raised is None:
+        if next_use != "end":
             return
-        said = Retention(next_use=next_use)
-        for key in reversed(keys):
-            if self.retained.priorities.get(key, HIGHEST) > 1:
-                continue
-            if said.priority_class > NORMAL:
-                self.retained.raise_to(key, said.priority_class, self.retained.end_of(said))
-            else:
-                self.retained.priorities[key] = said.priority_class
-                self.retained.ends.pop(key, None)
-        self.retained.crowd_out()
+        if not isinstance(request_or_keys, ReqContext):
+            self.policy.demote(keys)
+        elif not self._is_running(request_or_keys) and request_or_keys in self.requests.ended:
+            self._demote_own(keys, self.requests.ended[request_or_keys])
+
+    def _demote_own(self, keys: list[bytes], request: RequestUses) -> None:
+        self.policy.demote([key for key in keys if self.owners.get(key) is request])
+
+    def _share(self, keys: Iterable[bytes]) -> None:
+        self.owners.update(dict.fromkeys(self.owners.keys() & keys))
+
+    def _is_running(self, req_context: ReqContext) -> bool:
+        running = self.requests.named.get(req_context)
+        return running is not None and len(running.keys) > 0
 
     def _hinted_keys(self, request_or_keys: ReqContext | Iterable[bytes], next_use: str) -> list[bytes]:
         """Return the keys of a hint in prefix order, and store the hint for later uses by the request."""
         if not isinstance(request_or_keys, ReqContext):
             return checked_keys(request_or_keys)
         running = self.requests.named.get(request_or_keys)
-        if (running is None or not running.keys) and request_or_keys in self.requests.ended:
+        if not self._is_running(request_or_keys) and request_or_keys in self.requests.ended:
             return self._in_prefix_order(request_or_keys, self.requests.ended[request_or_keys])
         self.requests.open.add(request_or_keys)
         self.requests.hinted[request_or_keys] = next_use
@@ -272,7 +266,6 @@ class ReferenceManager(OffloadingManager):
         return self._in_prefix_order(request_or_keys, running)
 
     def stats(self) -> ManagerStats:
-        self.counts["retained_blocks"] = len(self.retained.ends)
         num_pending = sum(not self.blocks[key].is_ready for key in self.in_use)
         counters = {
             field.name: self.counts[field.name] for field in fields(ManagerStats) if not field.name.startswith("num_")
@@ -297,6 +290,7 @@ class ReferenceManager(OffloadingManager):
         if unseen:
             named.add(unseen)
             self.policy.count_uses(unseen, named)
+            self._share(unseen)
         return len(unseen)
 
     def _begin(self, keys: Iterable[bytes], req_context: ReqContext | None) -> list[bytes]:
@@ -304,10 +298,7 @@ class ReferenceManager(OffloadingManager):
         keys = self._open(keys, req_context)
         if isinstance(keys, Iterable) and not isinstance(keys, bytes | str):
             keys = list(keys)
-            self.retained.let_fall(self.falls_per_call)
-            named = None if req_context is None else self.requests.named.get(req_context)
-            is_begun = named is not None and len(named.keys) > 0
-            if self.policy.reads_clock and not is_begun:
+            if self.policy.reads_clock and not (req_context is not None and self._is_running(req_context)):
                 self._set_time()
         return checked_keys(keys)
 
@@ -319,8 +310,7 @@ class ReferenceManager(OffloadingManager):
         return keys
 
     def _has_used(self, req_context: ReqContext | None) -> bool:
-        running = None if req_context is None else self.requests.named.get(req_context)
-        return bool(running is not None and running.keys) or req_context in self.requests.ended
+        return req_context is not None and (self._is_running(req_context) or req_context in self.requests.ended)
 
     def _set_time(self) -> None:
         now_s = self.clock()
@@ -328,38 +318,9 @@ class ReferenceManager(OffloadingManager):
             self.start_s = now_s
         self.policy.now_ms = round((now_s - self.start_s) * 1e9) // 1_000_000  # type: ignore[attr-defined]
 
-    def _retention_of(self, req_context: ReqContext | None) -> Retention:
-        if req_context is None or self.retained.max_raised is None:
-            return Retention()
-        retention = req_context.retention or Retention()
-        next_use = self.requests.hinted.get(req_context)
-        return retention if next_use is None or retention.priority_class > 1 else Retention(next_use=next_use)
-
-    def _retain(self, keys: Iterable[bytes], retention: Retention) -> None:
-        end = self.retained.end_of(retention)
-        # The head last: blocks with equal deadlines expire in the order in which the deadlines were set.
-        for key in reversed(list(dict.fromkeys(keys))):
-            self.retained.raise_to(key, retention.priority_class, end)
-        self.retained.crowd_out()
-
     def _free(self, key: bytes) -> None:
         self.freed.append(self.blocks.pop(key).block_id)
-        self.retained.priorities.pop(key, None)
-        self.retained.ends.pop(key, None)
-
-    def _evict(self, n: int, protected: Container[bytes]) -> list[tuple[bytes, BlockStatus]] | None:
-        if self.retained.max_raised is None:
-            return self.policy.evict(n, protected)
-        victims: list[tuple[bytes, BlockStatus]] = []
-        for priority in range(ONE_SHOT, HIGHEST + 1):
-            others = {
-                key
-                for key, block in self.blocks.items()
-                if self.retained.priorities[key] != priority or block.ref_cnt or key in protected
-            }
-            num_evictable = len(self.blocks) - len(others)
-            victims += self.policy.evict(min(n - len(victims), num_evictable), others) or []
-        return victims
+        del self.owners[key]
 
     def _in_prefix_order(self, req_context: ReqContext, request: RequestUses | None) -> list[bytes]:
         """Return the keys that a request has named, by position in the prompt, or as first seen."""
@@ -383,22 +344,6 @@ class ReferenceManager(OffloadingManager):
             self.events.append(OffloadingEvent(keys, self.block_size, self.medium, removed))
 
 
-class RetainingReferenceManager(ReferenceManager):
-    """The manager's contract with retention hints, for one pool of slots in host memory.
-
-    Parameters
-    ----------
-    retention_share : float
-        Share of the blocks that may be held at a raised priority.
-    *arguments, **options
-        As for `ReferenceManager`.
-    """
-
-    def __init__(self, *arguments: Any, retention_share: float = 0.5, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.retained.max_raised = int(retention_share * self.num_blocks)
-
-
 class Requests:
     """What requests have said and used."""
 
@@ -411,45 +356,6 @@ class Requests:
         self.ended: WeakKeyDictionary[ReqContext, RequestUses] = WeakKeyDictionary()
         # Hints of next use that a request received after it began.
         self.hinted: WeakKeyDictionary[ReqContext, str] = WeakKeyDictionary()
-
-
-class Retained:
-    """Priorities of blocks, and when raised ones end. With `max_raised` None, retention hints are ignored."""
-
-    def __init__(self, clock: Callable[[], float], max_raised: int | None) -> None:
-        self.clock = clock
-        self.max_raised = max_raised
-        self.priorities: dict[bytes, int] = {}
-        # Deadlines of raised blocks (seconds; infinity: no TTL), in the order in which they were set.
-        self.ends: dict[bytes, float] = {}
-
-    def end_of(self, retention: Retention) -> float:
-        return self.clock() + retention.ttl_ns / 1e9 if retention.ttl_ns else float("inf")
-
-    def raise_to(self, key: bytes, priority: int, end: float) -> None:
-        if key not in self.priorities or priority < self.priorities[key]:
-            return
-        if priority > self.priorities[key] or end >= self.ends.get(key, 0):
-            self.priorities[key] = priority
-            self.ends.pop(key, None)
-            if priority > NORMAL:
-                self.ends[key] = end
-
-    def crowd_out(self) -> None:
-        while len(self.ends) > (self.max_raised or 0):
-            self._fall(self._nearest())
-
-    def let_fall(self, limit: int) -> None:
-        while self.ends and limit and self.ends[self._nearest()] <= self.clock():
-            self._fall(self._nearest())
-            limit -= 1
-
-    def _nearest(self) -> bytes:
-        return min(self.ends, key=self.ends.__getitem__)
-
-    def _fall(self, key: bytes) -> None:
-        self.priorities[key] = NORMAL
-        del self.ends[key]
 
 
 def checked_keys(keys: Iterable[bytes]) -> list[bytes]:

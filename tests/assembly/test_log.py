@@ -26,11 +26,11 @@ def start(**options):
 
 def test_start_logs_configuration_in_one_line(monkeypatch, caplog):
     monkeypatch.setenv("KVCACHE_LOG", "info")
-    start(cache_policy="arc", retention_share="25%")
+    start(cache_policy="arc", store_threshold=2)
     (line,) = [one.getMessage() for one in caplog.records if one.name.startswith("kvcache")]
     found = json.loads(line.removeprefix("offloading starts: "))
     assert (found["block_size"], found["num_blocks"], found["cache_policy"]) == (16, 8, "arc")
-    assert found["retention_share"] == 0.25
+    assert found["store_threshold"] == 2
     assert (found["engine"], found["rank"], found["version"]) == ("0", "0", kvcache.__version__)
     assert found["block_bytes"] == 0  # not known without refs
 

@@ -180,7 +180,7 @@ def test_foreign_spec_warns_of_unknown_options(caplog):
 
 
 def test_managers_own_options_reach_it():
-    extra = {"store_threshold": 2, "max_tracker_size": 100, "retention_share": 0.25}
+    extra = {"store_threshold": 2, "max_tracker_size": 100}
     manager = CPUOffloadingSpec(config_of(extra=extra)).get_manager()
     assert manager.prepare_store([b"a"]).keys_to_store == []
     assert manager.prepare_store([b"a"]).keys_to_store == [b"a"]

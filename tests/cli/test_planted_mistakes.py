@@ -92,7 +92,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (PLAIN, {"spec_name": "teiring"}, "unknown spec 'teiring'"),
     (PLAIN, {"tiers": [disk()]}, "tiers need spec_name 'tiering'"),
     (PLAIN, {"lookup_deadline_s": 2}, "lookup_deadline_s in extra_config need 'tiers'"),
-    (PLAIN, {"retention_share": 2}, "retention_share in extra_config"),
+    (PLAIN, {"retention_share": 0.5}, "retention_share (leave it out"),
     (PLAIN, {"exporters": "status"}, "exporters in extra_config must be a list"),
     (PLAIN, {"exporters": ["grafana"]}, "unknown exporter 'grafana'"),
     (PLAIN, {"exporters": [{"type": "prometheus", "port": 70_000}]}, "must be at most 65535, got 70000"),

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvcache import CPUOffloadingManager, OffloadingManager, ReqContext
-from kvcache.request import Retention
 from kvcache.testing.reference import ReferenceLRU
 
 A, B, C, D, E, F = (letter.encode() for letter in "ABCDEF")
@@ -72,25 +71,17 @@ def test_threshold_below_two_stores_at_once(threshold: int, policy: Any) -> None
     assert manager.lookup(A)
 
 
-def test_first_hint_of_keys_keeps_them() -> None:
-    manager = CPUOffloadingManager(16, 4)
-    store(manager, A, B, C, D)
-    manager.hint([A], "soon")
-    assert manager.retained_blocks == 1
-    output = manager.prepare_store([E, F, b"G"])
-    assert output is not None
-    assert output.evicted_keys == [B, C, D]
-
-
 def test_later_hint_covers_last_request() -> None:
     manager = CPUOffloadingManager(16, 4)
     context = ReqContext()
-    store(manager, A, B, context=context)
-    store(manager, C, D)
+    store(manager, A, B)
+    store(manager, C, D, context=context)
     manager.on_request_finished(context)
-    assert manager.lookup([A, B], context) == 2  # opens the request again, and uses no block
-    manager.hint(context, "soon")
-    assert manager.retained_blocks == 2
+    assert manager.lookup([C, D], context) == 2  # opens the request again, and uses no block
+    manager.hint(context, "end")
+    output = manager.prepare_store([E, F])
+    assert output is not None
+    assert output.evicted_keys == [D, C]
 
 
 def test_request_opened_while_opening_is_one() -> None:
@@ -103,9 +94,8 @@ def test_request_opened_while_opening_is_one() -> None:
             opened.append(context.request_keys[manager])
         return 1.0
 
-    manager = CPUOffloadingManager(16, 4, clock=clock)
-    context = ReqContext(retention=Retention(priority=1))
-    store(manager, A)
+    manager = CPUOffloadingManager(16, 4, "gittins", clock=clock)
+    context = ReqContext()
     manager.touch([A], context)
     assert opened[1] is context.request_keys[manager]
 

@@ -1,4 +1,4 @@
-"""Hints of retention and next use: rules in examples, clocks, bad input; test_retention_model.py has the whole spec."""
+"""Hints of next use: what `end` moves under lru and arc, clocks, bad input; the policies' machines compare the rest."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from reference_gittins import ReferenceGittins
+from reference_policies import ReferenceARC
 
 from kvcache import (
+    ARCCachePolicy,
     BackendOffloadingManager,
     CPUBackend,
     CPUOffloadingManager,
@@ -19,171 +21,217 @@ from kvcache import (
     Retention,
     TieredOffloadingManager,
 )
-from kvcache.lab.simulate.run import ReplayClock
 from kvcache.testing import ReferenceManager
 from kvcache.testing.reference import ReferenceLRU
 
-POLICIES = ["lru", "arc"]
-A, B, C, D, E, F, G, H = (bytes([letter]) for letter in b"ABCDEFGH")
+A, B, C, D, E = (bytes([letter]) for letter in b"ABCDE")
+MAKERS = {
+    "lru": lambda: CPUOffloadingManager(16, 8, "lru"),
+    "arc": lambda: CPUOffloadingManager(16, 8, "arc"),
+    "lru in Python": lambda: CPUOffloadingManager(16, 8, ReferenceLRU),
+    "arc in Python": lambda: CPUOffloadingManager(16, 8, ReferenceARC),
+    "lru over a backend": lambda: BackendOffloadingManager(CPUBackend(16, 8), LRUCachePolicy),
+    "arc over a backend": lambda: BackendOffloadingManager(CPUBackend(16, 8), ARCCachePolicy),
+    "lru over tiers": lambda: TieredOffloadingManager(16, 8, [], "lru"),
+    "the specification": lambda: ReferenceManager(16, 8, "lru"),
+}
 
 
-@pytest.fixture(params=POLICIES)
-def manager(request: pytest.FixtureRequest, clock: ReplayClock) -> CPUOffloadingManager:
-    return CPUOffloadingManager(16, 8, request.param, clock=clock)
+@pytest.fixture(params=MAKERS)
+def manager(request: pytest.FixtureRequest) -> Any:
+    return MAKERS[request.param]()
 
 
-def serve(manager: Any, keys: list[bytes], next_use: str | None = None, **params: Any) -> ReqContext:
-    """Touch and store keys for a request with this hint of next use, end it, and return it."""
-    context = ReqContext(retention=None if next_use is None else Retention(next_use=next_use), **params)
+def hinted(next_use: str | None = None) -> ReqContext:
+    return ReqContext(retention=Retention(next_use))
+
+
+def stored(manager: Any, keys: list[bytes], context: ReqContext) -> ReqContext:
+    """Touch and store keys for a request, and return it. It goes on."""
     manager.touch(keys, context)
-    stored(manager, keys, context)
+    output = manager.prepare_store(keys, context)
+    manager.complete_store(output.keys_to_store, context)
     return context
 
 
-def stored(manager: Any, keys: list[bytes], context: ReqContext) -> None:
-    output = manager.prepare_store(keys, context)
-    manager.complete_store(output.keys_to_store, context)
+def serve(manager: Any, keys: list[bytes], next_use: str | None = None) -> ReqContext:
+    """Touch and store keys for a request with this hint of next use, end it, and return it."""
+    context = stored(manager, keys, hinted(next_use))
     manager.on_request_finished(context)
+    return context
 
 
-def hinted(*hint: Any) -> ReqContext:
-    return ReqContext(retention=Retention(*hint) if hint else None)
-
-
-def store(manager: CPUOffloadingManager, keys: list[bytes], *hint: Any) -> None:
-    stored(manager, keys, hinted(*hint))
-
-
-def touch(manager: CPUOffloadingManager, keys: list[bytes], *hint: Any) -> None:
-    context = hinted(*hint)
-    manager.touch(keys, context)
-    manager.on_request_finished(context)
-
-
-def load(manager: CPUOffloadingManager, keys: list[bytes], *hint: Any) -> None:
-    context = hinted(*hint)
-    manager.prepare_load(keys, context)
-    manager.complete_load(keys, context)
-    manager.on_request_finished(context)
-
-
-def drained(manager: CPUOffloadingManager) -> list[bytes]:
+def drained(manager: Any) -> list[bytes]:
     """Return every key in the order of eviction."""
-    num_blocks = manager.stats().num_blocks - manager.stats().num_free
-    manager.prepare_store([b"fill %d" % i for i in range(manager.stats().num_free)])
-    output = manager.prepare_store([b"push %d" % i for i in range(num_blocks)])
+    num_free = manager.stats().num_free
+    manager.prepare_store([b"fill %d" % i for i in range(num_free)])
+    output = manager.prepare_store([b"push %d" % i for i in range(8 - num_free)])
     assert output is not None
-    return output.evicted_keys
+    evicted: list[bytes] = output.evicted_keys
+    return evicted
 
 
-def raised(manager: CPUOffloadingManager) -> int:
-    return manager.stats().retained_blocks
+def test_end_evicts_own_tail_first(manager: Any) -> None:
+    serve(manager, [A, B])
+    serve(manager, [C, D], "end")
+    serve(manager, [E])
+    assert drained(manager) == [D, C, B, A, E]
 
 
-def test_lowest_priority_leaves_first(clock: ReplayClock) -> None:
-    for policy in POLICIES:
-        manager = CPUOffloadingManager(16, 8, policy, clock=clock, retention_share=1)
-        for key, priority in ((A, 3), (B, 2), (C, 1), (D, 0), (E, -1), (F, 0), (G, -1), (H, 1)):
-            store(manager, [key], priority)
-
-        assert raised(manager) == 4
-        assert drained(manager) == [E, G, D, F, C, H, B, A]
+def test_soon_and_later_change_nothing(manager: Any) -> None:
+    for key, next_use in ((A, "soon"), (B, None), (C, "later"), (D, "end")):
+        context = serve(manager, [key], next_use)
+    manager.hint([B], "later")
+    manager.hint(context, "soon")
+    assert drained(manager) == [D, A, B, C]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_one_call_lowers_256_at_most(policy: str, clock: ReplayClock) -> None:
-    manager = CPUOffloadingManager(16, 10_000, policy, clock=clock)
-    store(manager, [b"%d" % i for i in range(650)], 1, 10)
-    clock.now_s += 10
-    left = []
-    for _ in range(4):
-        manager.touch([])
-        left.append(raised(manager))
-
-    assert left == [394, 138, 0, 0]
-    manager.policy.check()
+def test_end_spares_blocks_others_used(manager: Any) -> None:
+    session = stored(manager, [A, B, C], hinted("end"))
+    serve(manager, [A, D])
+    serve(manager, [D, E], "end")
+    manager.on_request_finished(session)
+    assert set(drained(manager)[:3]) == {B, C, E}
 
 
-def test_clock_without_number_fails_first_hint() -> None:
-    manager = CPUOffloadingManager(16, 4, "lru", clock=lambda: float("nan"))
-    store(manager, [A])
-    with pytest.raises(ValueError, match="clock must give finite seconds, got nan"):
-        store(manager, [B], 1, 10)
-    store(manager, [C])
-    assert manager.lookup([A, C]) == 2
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_late_end_covers_own_blocks(manager: Any, has_ended: bool) -> None:
+    serve(manager, [A])
+    context = stored(manager, [A, B, C], hinted("soon"))
+    serve(manager, [D])
+    if has_ended:
+        manager.on_request_finished(context)
+        manager.hint(context, "end")
+    else:
+        manager.hint(context, "end")
+        manager.on_request_finished(context)
+    assert drained(manager)[:2] == [C, B]
 
 
-def test_plain_python_policies_ignore_hints(clock: ReplayClock) -> None:
-    manager = CPUOffloadingManager(16, 8, ReferenceLRU, clock=clock)
-    store(manager, [A], 3)
-    store(manager, [B], -1)
-    store(manager, [C])
-
-    assert raised(manager) == 0
-    assert drained(manager) == [A, B, C]
+def test_corrected_end_moves_nothing(manager: Any) -> None:
+    context = stored(manager, [A], hinted("end"))
+    serve(manager, [B])
+    manager.hint(context, "later")
+    manager.on_request_finished(context)
+    assert drained(manager) == [B, A]
 
 
-def test_clock_is_unread_before_first_hint() -> None:
+def test_end_of_keys_covers_all(manager: Any) -> None:
+    serve(manager, [A, B])
+    serve(manager, [A, B])
+    serve(manager, [C])
+    serve(manager, [D])
+    manager.hint((A, b"unknown", B, C), "end")
+    assert drained(manager) == [C, B, A, D]
+
+
+def test_end_moves_to_oldest_of_t1() -> None:
+    manager = CPUOffloadingManager(16, 8, "arc")
+    serve(manager, [A, B])
+    serve(manager, [A, B])
+    serve(manager, [C])
+    manager.hint([A, B], "end")
+    assert (list(manager.policy.t1), list(manager.policy.t2)) == ([B, A, C], [])  # type: ignore[attr-defined]
+
+
+def test_later_use_undoes_end(manager: Any) -> None:
+    serve(manager, [A, B], "end")
+    serve(manager, [C])
+    manager.touch([B], ReqContext())
+    assert drained(manager) == [A, C, B]
+
+
+def test_block_of_another_store_stays(manager: Any) -> None:
+    """The first request used A while it was absent. The second one stored B, which was evicted and stored again."""
+    first, second = hinted("end"), hinted("end")
+    manager.touch([A], first)
+    stored(manager, [B], second)
+    fill = [b"fill %d" % i for i in range(8)]
+    stored(manager, fill, ReqContext())
+    manager.hint(fill, "end")
+    serve(manager, [A, B])
+    serve(manager, [C])
+    manager.on_request_finished(first)
+    manager.on_request_finished(second)
+    assert not {A, B} & set(drained(manager)[:5])
+
+
+def test_busy_blocks_take_their_place_later(manager: Any) -> None:
+    context = hinted("end")
+    manager.prepare_store([A, B, C], context)
+    manager.complete_store([A, B], context)
+    manager.prepare_load([A], context)
+    manager.on_request_finished(context)
+    serve(manager, [D])
+    manager.complete_load([A])
+    manager.complete_store([C])
+    assert drained(manager) == [C, B, A, D]
+
+
+def test_end_of_nothing_is_no_fault(manager: Any) -> None:
+    context = hinted("end")
+    manager.hint(context, "end")
+    manager.hint([], "end")
+    manager.on_request_finished(context)
+    manager.hint(context, "end")
+    assert drained(manager) == []
+
+
+def test_clock_is_unread_without_need() -> None:
     def clock() -> float:
         raise AssertionError("nobody asked for the time")
 
     manager = CPUOffloadingManager(16, 8, clock=clock)
-    store(manager, [A], 0, 10)
-    store(manager, [A])
-    touch(manager, [A])
-    load(manager, [A])
-
-    assert raised(manager) == 0
+    manager.hint(serve(manager, [A], "end"), "end")
+    manager.touch([A])
 
 
-@pytest.mark.parametrize("operation", ["touch", "prepare_load", "prepare_store"])
-def test_clock_going_back_names_both_times(operation: str, manager: CPUOffloadingManager, clock: ReplayClock) -> None:
-    store(manager, [A], 1, 10)
-    before = manager.stats()
-    clock.now_s = 99.5
-    with pytest.raises(ValueError, match=r"clock went back from 100\.0 to 99\.5 s"):
-        getattr(manager, operation)([A])
+def test_clock_without_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="clock must be callable, got 5"):
+        CPUOffloadingManager(16, 8, clock=5)  # type: ignore[arg-type]
+    times = iter((float("nan"), 1.0, float("inf"), 2.0))
+    manager = CPUOffloadingManager(16, 4, "gittins", clock=lambda: next(times))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="clock must give finite seconds"):
+            manager.touch([A])
+        manager.touch([A])
 
-    assert manager.stats() == before
-    clock.now_s = 100.0
-    getattr(manager, operation)([A])
+
+def test_clock_read_by_threads_goes_forward() -> None:
+    late: list[float] = []
+
+    def clock() -> float:
+        if not late:
+            return 100.0
+        # Between this reading and its use another thread reads 102 and is done first.
+        now_s = late.pop(0)
+        if now_s == 101.0:
+            manager.touch([b"b"])
+        return now_s
+
+    manager = CPUOffloadingManager(16, 4, ReferenceGittins, clock=clock)
+    manager.touch([b"a"])
+    for times, now_ms in (([101.0, 102.0], 2000), ([101.5], 2000), ([103.0], 3000)):
+        late += times
+        manager.touch([b"a"])
+        assert manager.policy.now_ms == now_ms  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("ttl_s", "after_s", "num_raised"),
-    [*((ttl_s, 1e-3, 0) for ttl_s in (1e-12, 5e-324, 1e-9)), *((ttl_s, 1e9, 1) for ttl_s in (1e12, 1.7e308, 10**400))],
-)
-def test_shortest_ttl_expires_longest_holds(
-    ttl_s: float, after_s: float, num_raised: int, manager: CPUOffloadingManager, clock: ReplayClock
-) -> None:
-    store(manager, [A], 1, ttl_s)
-    clock.now_s += after_s
-    manager.touch([])
-
-    assert raised(manager) == num_raised
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
+    ("hint", "num_ignored"),
     [
-        *(
-            ({"retention_share": bad}, r"must be a number in 0\.\.1")
-            for bad in (-0.1, 1.1, True, "half", None, float("nan"))
-        ),
-        ({"clock": 5}, "clock must be callable, got 5"),
+        ({"next_use": "end"}, 0),
+        ({"next_use": "end", "priority": 2}, 1),
+        ({"priority": [], "ttl_s": "x", "next_use": "end"}, 1),
     ],
 )
-def test_invalid_share_or_clock_raises(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CPUOffloadingManager(16, 8, **options)
-
-
-@pytest.mark.parametrize("hint", [{"priority": 2, "ttl_s": 300}, {"next_use": "soon"}])
-def test_engine_hint_counts_like_context_hint(hint: dict[str, Any], manager: CPUOffloadingManager) -> None:
-    manager.prepare_store([A], ReqContext(kv_transfer_params={"kvcache": hint}))
-
-    assert raised(manager) == 1
-    assert manager.stats().ignored_hints == 0
+def test_priority_is_counted_as_ignored(hint: dict[str, Any], num_ignored: int) -> None:
+    manager = CPUOffloadingManager(16, 8)
+    context = stored(manager, [A], ReqContext(kv_transfer_params={"kvcache": hint}))
+    serve(manager, [B])
+    manager.on_request_finished(context)
+    assert drained(manager) == [A, B]
+    assert manager.stats().ignored_hints == num_ignored
 
 
 @pytest.mark.parametrize(
@@ -193,18 +241,14 @@ def test_engine_hint_counts_like_context_hint(hint: dict[str, Any], manager: CPU
         (None, "None"),
         (3, "3"),
         ([2, 300], "a list"),
-        ({"priority": 9}, "9"),
-        ({"priority": "2"}, "'2'"),
-        ({"priority": {}}, "a dict"),
-        ({"ttl_s": 0}, "0"),
         ({"priority": 1, "until": 5}, "'until'"),
         ({1: 2}, "1"),
         ({"next_use": "tomorrow"}, "'tomorrow'"),
+        ({"next_use": {}, "priority": 2}, "a dict"),
     ],
 )
-def test_invalid_client_hint_is_logged_once(
-    hint: Any, named: str, manager: CPUOffloadingManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invalid_client_hint_is_logged_once(hint: Any, named: str, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CPUOffloadingManager(16, 8)
     with caplog.at_level(logging.WARNING):
         for key in (A, B, C):
             context = ReqContext(kv_transfer_params={"kvcache": hint})
@@ -213,7 +257,6 @@ def test_invalid_client_hint_is_logged_once(
             manager.on_request_finished(context)
 
     assert manager.stats().ignored_hints == 3
-    assert raised(manager) == 0
     assert len(caplog.records) == 1
     assert re.search(f"ignoring a retention hint: .*got {re.escape(named)}$", caplog.messages[0])
 
@@ -237,17 +280,16 @@ MANY = 1_000_000
         {str(number): 1 for number in range(MANY // 10)},
         {"next_use": "x" * MANY},
         {"next_use": b"x" * MANY},
-        {"priority": 1 << (8 * MANY)},
-        {"ttl_s": -(1 << (8 * MANY))},
-        {"ttl_s": "9" * MANY},
-        {"priority": nested(5_000)},
+        {"next_use": 1 << (8 * MANY)},
+        {"next_use": nested(5_000)},
+        {"priority": "9" * MANY, "ttl_s": nested(5_000)},
         nested(5_000),
     ],
     ids=lambda hint: type(hint).__name__,
 )
 def test_huge_client_hint_is_not_read(hint: Any, caplog: pytest.LogCaptureFixture) -> None:
     manager = CPUOffloadingManager(16, 8)
-    contexts = [ReqContext(kv_transfer_params={"kvcache": one}) for one in ({"priority": 9}, hint)]
+    contexts = [ReqContext(kv_transfer_params={"kvcache": one}) for one in (7, hint)]
     manager.touch([A], contexts[0])
     tracemalloc.start()
     try:
@@ -262,7 +304,8 @@ def test_huge_client_hint_is_not_read(hint: Any, caplog: pytest.LogCaptureFixtur
     assert len(caplog.messages[0]) < 300
 
 
-def test_context_hint_of_wrong_type_raises(manager: CPUOffloadingManager) -> None:
+def test_context_hint_of_wrong_type_raises() -> None:
+    manager = CPUOffloadingManager(16, 8)
     context = ReqContext()
     context.retention = {"priority": 2}  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"retention must be a Retention or None, got \{'priority': 2\}"):
@@ -270,59 +313,15 @@ def test_context_hint_of_wrong_type_raises(manager: CPUOffloadingManager) -> Non
 
 
 @pytest.mark.parametrize("params", [None, {}, {"other": 1}, {"kvcache": {}}, "text", 7])
-def test_engine_without_hint_is_no_fault(params: Any, manager: CPUOffloadingManager) -> None:
+def test_engine_without_hint_is_no_fault(params: Any) -> None:
+    manager = CPUOffloadingManager(16, 8)
     manager.touch([A], ReqContext(kv_transfer_params=params))
 
     assert manager.stats().ignored_hints == 0
 
 
-def test_clock_read_by_threads_goes_forward() -> None:
-    late: list[float] = []
-
-    def clock() -> float:
-        if not late:
-            return 100.0
-        # Between this reading and its use another thread reads 102 and is done first.
-        now_s = late.pop(0)
-        if now_s == 101.0:
-            manager.touch([b"b"])
-        return now_s
-
-    manager = CPUOffloadingManager(16, 4, clock=clock)
-    manager.touch([b"a"], ReqContext(retention=Retention(1)))
-    late += [101.0, 102.0]
-    manager.touch([b"a"])
-    late += [101.5]
-    with pytest.raises(ValueError, match=r"clock went back from 102\.0 to 101\.5 s"):
-        manager.touch([b"a"])
-
-
-def test_end_leaves_first_soon_last(manager: CPUOffloadingManager) -> None:
-    for key, next_use in ((A, "soon"), (B, None), (C, "later"), (D, "end")):
-        serve(manager, [key], next_use)
-    assert drained(manager) == [D, B, C, A]
-
-
-def test_soon_holds_for_a_minute(manager: CPUOffloadingManager, clock: ReplayClock) -> None:
-    serve(manager, [A], "soon")
-    clock.now_s += 59.9
-    serve(manager, [B])
-    assert manager.stats().retained_blocks == 1
-    clock.now_s += 0.2
-    serve(manager, [C])
-    assert manager.stats().retained_blocks == 0
-    assert drained(manager)[0] == A
-
-
-def test_explicit_priority_precedes_next_use() -> None:
-    assert Retention(2, next_use="end").priority_class == 2
-    assert Retention(-1, next_use="soon").priority_class == -1
-    assert Retention(0, 30, "soon").ttl_ns == 30 * 10**9
-    assert Retention(2, next_use="soon").ttl_ns == 0
-
-
 @pytest.mark.parametrize("bad", ["", "Soon", 1, True, ("soon",), b"end", object()])
-def test_bad_value_raises_before_any_change(manager: CPUOffloadingManager, bad: Any) -> None:
+def test_bad_value_raises_before_any_change(manager: Any, bad: Any) -> None:
     context = serve(manager, [A], "soon")
     text = r"next_use must be one of 'end', 'soon', 'later', got "
     with pytest.raises(ValueError, match=text):
@@ -331,12 +330,12 @@ def test_bad_value_raises_before_any_change(manager: CPUOffloadingManager, bad: 
         with pytest.raises(ValueError, match=text):
             manager.hint(target, bad)
     with pytest.raises(ValueError, match="keys must be"):
-        manager.hint(17, "end")  # type: ignore[arg-type]
+        manager.hint(17, "end")
     with pytest.raises(ValueError, match="must be exact, non-empty bytes"):
-        manager.hint([A, ""], "end")  # type: ignore[list-item]
+        manager.hint([A, ""], "end")
     with pytest.raises(ValueError, match=r"got None"):
-        manager.hint([A], None)  # type: ignore[arg-type]
-    assert manager.stats().retained_blocks == 1
+        manager.hint([A], None)
+    assert drained(manager) == [A]
 
 
 def test_python_policies_get_hints_in_order() -> None:
@@ -357,18 +356,6 @@ def test_python_policies_get_hints_in_order() -> None:
         manager.hint(context, "end")
         manager.hint((A,), "soon")
     assert heard == [([A, B, C], "soon"), ([A, B, C], "end"), ([A], "soon")]
-    backed = BackendOffloadingManager(CPUBackend(16, 4), LRUCachePolicy)
-    backed.hint(serve(backed, [A]), "end")
-
-
-def test_host_pool_over_tiers_takes_hints(clock: ReplayClock) -> None:
-    manager = TieredOffloadingManager(16, 4, [], clock=clock)
-    context = serve(manager, [A], "soon")
-    assert manager.stats().retained_blocks == 1
-    manager.hint(context, "end")
-    assert manager.stats().retained_blocks == 0
-    with pytest.raises(ValueError, match="got 'never'"):
-        manager.hint(context, "never")
 
 
 def test_python_policy_sees_hint_without_keys() -> None:

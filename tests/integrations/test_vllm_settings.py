@@ -57,8 +57,8 @@ def test_read_settings_accepts_json_numbers():
     assert read_settings(
         {"spec_name": "X", "cpu_bytes_to_use": 1e9, "cache_policy": "arc", "store_threshold": 2.0}
     ) == OffloadSettings(cpu_bytes_to_use=10**9, cache_policy="arc", store_threshold=2)
-    found = read_settings({"cpu_bytes_to_use": "1.5GiB", "retention_share": "25%"})
-    assert (found.cpu_bytes_to_use, found.retention_share) == (3 << 29, 0.25)
+    found = read_settings({"cpu_bytes_to_use": "1.5GiB", "store_threshold": "2"})
+    assert (found.cpu_bytes_to_use, found.store_threshold) == (3 << 29, 2)
 
 
 def test_read_settings_policy_defaults_to_gittins():

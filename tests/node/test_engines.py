@@ -56,9 +56,9 @@ def test_engines_in_turns_hit_as_one(node, policy):
     hits = [0, 0]
     for step in range(400):
         document, length = min(int(dice.expovariate(0.3)), 20), dice.randint(1, 24)
-        priority = Retention(priority=dice.choice([-1, 0, 0, 2]))
-        hits[0] += turn(engines[step % 2], *prompt(document, length, retention=priority))
-        hits[1] += turn(alone, *prompt(document, length, retention=priority))
+        hint = Retention(dice.choice(["end", None, None, "soon"]))
+        hits[0] += turn(engines[step % 2], *prompt(document, length, retention=hint))
+        hits[1] += turn(alone, *prompt(document, length, retention=hint))
         assert hits[0] == hits[1]
         engines[step % 2].owner_figures()
         times[0] += 1

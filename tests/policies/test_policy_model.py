@@ -39,7 +39,6 @@ class ReferenceGittinsAboveTier(REFERENCE_POLICIES["gittins"]):
 TestGittinsAboveTier = cache_machine("gittins", ReferenceGittinsAboveTier).TestCase
 TestGittinsAboveTier.settings = settings(max_examples=20)
 TestGittinsAboveTier = pytest.mark.slow(TestGittinsAboveTier)
-# tests/control/test_retention_model.py has a fast machine with a gate.
 TestGate = cache_machine("arc", manager_options={"store_threshold": 2, "max_tracker_size": 5}).TestCase
 TestGate = pytest.mark.slow(TestGate)
 

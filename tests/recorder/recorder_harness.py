@@ -52,9 +52,7 @@ def make_all_calls(manager, rng, num_requests, clock=None, num_prompts=30):
     for number in range(num_requests):
         if clock is not None:
             clock[0] += rng.random()
-        retention = Retention(rng.randrange(-1, 4), rng.choice((None, 5.0))) if rng.random() < 0.2 else None
-        if rng.random() < 0.3:
-            retention = Retention(next_use=rng.choice(("soon", "later", "end")))
+        retention = Retention(rng.choice(("soon", "later", "end"))) if rng.random() < 0.4 else None
         params = {"kvcache": rng.choice(({"priority": 1}, {"nonsense": 1}, 7))} if rng.random() < 0.1 else None
         context = rng.choice((ReqContext(str(number), params, retention), None))
         prompt = rng.randrange(num_prompts)

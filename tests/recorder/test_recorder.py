@@ -119,7 +119,7 @@ def test_same_keys_are_named_once_hashed(manager, path):
 
 
 def test_positions_are_written_once_per_reset(manager, path):
-    context = ReqContext("1", None, Retention(priority=1))
+    context = ReqContext("1", None, Retention("soon"))
     with Recorder(manager, path):
         for number in range(40):
             context.set_offload_key_position(key(number), number)
@@ -155,10 +155,10 @@ def test_inner_calls_are_not_recorded(path):
                 manager.lookup([b""])
         return 1.0
 
-    manager = CPUOffloadingManager(16, 100, clock=clock)
+    manager = CPUOffloadingManager(16, 100, "gittins", clock=clock)
     with Recorder(manager, path) as recorder, ThreadPoolExecutor(1) as other:
         manager.status(key(1))
-        manager.touch([key(1)], ReqContext("1", None, Retention(priority=1)))
+        manager.touch([key(1)], ReqContext("1", None, Retention("soon")))
         manager.status(key(2))
         # The lock is free again.
         assert other.submit(manager.lookup, [key(1)]).result(60) == 0
@@ -272,12 +272,12 @@ def test_stop_inside_call_does_not_wait(path, monkeypatch):
             made[0].stop()
         return 1.0
 
-    manager = CPUOffloadingManager(16, 100, clock=clock)
+    manager = CPUOffloadingManager(16, 100, "gittins", clock=clock)
     made.append(Recorder(manager, path))
     with ThreadPoolExecutor(1) as pool:
         made[0]._queue.lock.acquire()
         assert pool.submit(made[0].stats).result(timeout=30).num_records == 0  # it does not wait, either
         made[0]._queue.lock.release()
-    manager.touch([key(1)], ReqContext("1", None, Retention(priority=1)))
+    manager.touch([key(1)], ReqContext("1", None, Retention("soon")))
     manager.touch([key(2)])
     assert replayed(path).num_calls == 0

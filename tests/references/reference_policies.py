@@ -68,6 +68,14 @@ class ReferenceARC(ReferenceLRU):
                 if key in resident:
                     resident.move_to_end(key)
 
+    def demote(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            block = self.get(key)
+            if block is not None:
+                self.t2.pop(key, None)
+                self.t1[key] = block
+                self.t1.move_to_end(key, last=False)
+
     def evict(self, n: int, protected: Container[bytes]) -> Victims | None:
         oldest_t1 = eligible(self.t1, self.t1, protected)
         oldest_t2 = eligible(self.t2, self.t2, protected)

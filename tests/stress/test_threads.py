@@ -62,7 +62,7 @@ class Requests:
         manager = self.manager
         start, n = rng.randrange(len(KEYS) - 12), rng.randrange(1, 12)
         keys = KEYS[start : start + n]
-        retention = rng.choice([None, None, Retention(priority=rng.choice([-1, 1]), ttl_s=rng.choice([None, 0.01]))])
+        retention = rng.choice([None, None, Retention("end")])
         context = rng.choice([None, self.shared_context, ReqContext(str(start), retention=retention)])
         num_hits = manager.lookup(keys, context)
         self.load(keys[:num_hits], context)

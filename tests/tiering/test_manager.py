@@ -8,7 +8,7 @@ from engine import Engine
 from stores import Clock
 
 from kvcache.block import BlockStateError
-from kvcache.request import ReqContext, Retention
+from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering import promotion
 from kvcache.tiering.controller import HostBudget, JobState, TierConfig, TierController, TierJob
@@ -454,26 +454,6 @@ def test_bad_arguments_name_the_value():
         TierConfig(pause_s=-1)
     with pytest.raises(ValueError, match="keys must be an iterable of keys"):
         TieredOffloadingManager(16, 3, []).lookup("abc")
-
-
-def test_retention_hints_follow_managers_clock():
-    now = [100.0]
-    manager = TieredOffloadingManager(16, 2, [], clock=lambda: now[0], retention_share=1.0)
-
-    def store(key, retention=None):
-        context = ReqContext(retention=retention)
-        output = manager.prepare_store([key], context)
-        manager.complete_store([key], context)
-        manager.on_request_finished(context)
-        return output.evicted_keys
-
-    store(b"kept", Retention(1, 10))
-    store(b"plain")
-    assert store(b"next") == [b"plain"]
-    now[0] += 20
-    assert store(b"last", Retention(1, 10)) == [b"kept"]
-    manager.hint([b"last"], "end")
-    assert store(b"more") == [b"last"]
 
 
 def test_tiers_own_changes_are_events():

@@ -57,6 +57,7 @@ def rerun(
         "skipped_calls": outcome.num_skipped,
         "lost_records": outcome.num_lost,
         "end": outcome.end,
+        "removed": list(outcome.removed),
         "is_same": difference is None and outcome.num_calls > 0,
     }
     if difference is not None:

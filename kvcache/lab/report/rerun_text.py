@@ -33,6 +33,8 @@ def summary(report: dict[str, Any]) -> str:
         lines.append(f"  {report['skipped_calls']:,} calls passed over: what the manager held before them is not known")
     if report["lost_records"]:
         lines.append(f"  {report['lost_records']:,} records were lost while recording")
+    if report["removed"]:
+        lines.append(f"  left out, because they were removed from kvcache: {', '.join(report['removed'])}")
     if report["end"]:
         lines.append(f"  read up to here: {report['end']}")
     if "difference" not in report:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache.block import BlockStateError
@@ -16,6 +16,7 @@ from kvcache.lab.traces.recording import Answer, Call, Recording, RecordingError
 from kvcache.metrics import MANAGER_METRICS
 from kvcache.recorder.format import Events, Keys, Raised, Stored, block_ids_of
 from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, ONE_KEY, Op
+from kvcache.registry import REMOVED
 from kvcache.request import ReqContext, Retention
 from kvcache.specs import PrepareStoreOutput
 from kvcache.tiering.controller import TierConfig
@@ -48,6 +49,7 @@ class ReplayOutcome:
     """The result of a replay: counts, the first `difference`, and why it ended early (`end`; empty if it did not).
 
     `num_skipped` calls were not replayed, because the recording does not hold the manager's state before them.
+    `removed` are the names of options and hints of the recording that this version no longer has: they were left out.
     """
 
     num_calls: int
@@ -55,6 +57,7 @@ class ReplayOutcome:
     num_lost: int
     difference: Difference | None
     end: str
+    removed: tuple[str, ...] = ()
 
 
 class ScriptedTier(Tier):
@@ -138,7 +141,7 @@ def make_manager(
     `tiers` receives the manager's tiers. RecordingError if the configuration is invalid, or names a policy that is not
     registered: code that a file names runs only on request.
     """
-    options = dict(config)
+    options = {name: value for name, value in config.items() if name not in REMOVED}
     given = options.pop("cache_policy", "lru")
     if not isinstance(given, str):
         raise RecordingError(f"the recording's policy must be a name, got {given!r}")
@@ -191,13 +194,15 @@ class Runner:
         """The result of the last call, if it was a `prepare_store`."""
         self.groups: dict[bytes, bytes] = {}
         self._positioned: list[bytes] = []
+        self.removed = set(config.keys() & REMOVED.keys())
         if isinstance(self.manager, TieredOffloadingManager) and self.manager.arbiter is not None:
             self.manager.arbiter.group_of = self.groups.get
 
     def note(self, record: Call) -> None:
         """Apply a record that prepares later calls, such as a request's hints."""
         if record.op is Op.CONTEXT:
-            self._about[record.context] = record.flag if isinstance(record.flag, dict) else {}
+            about = record.flag if isinstance(record.flag, dict) else {}
+            self._about[record.context] = {name: self._without_removed(hint) for name, hint in about.items()}
             return
         if record.op is Op.GROUPS:
             self.groups.update(zip(self._positioned, record.keys, strict=False))
@@ -209,6 +214,13 @@ class Runner:
                 context.set_offload_key_positions({})
             for key, end_token in record.keys:
                 context.set_offload_key_position(key, end_token)
+
+    def _without_removed(self, hint: Any) -> Any:
+        """Return a recorded hint as this version reads it. An older one has a priority and a TTL, given or not."""
+        if not isinstance(hint, dict) or hint.get("priority") is None:
+            return hint
+        self.removed |= {name for name in ("priority", "ttl_s") if hint.get(name)}
+        return {"next_use": hint.get("next_use")}
 
     def run(self, call: Call) -> Answer:
         """Make one call and return its answer in the format of recordings."""
@@ -293,10 +305,9 @@ def context_of(about: dict[str, Any], req_id: str = "") -> ReqContext:
     retention = None
     hint = about.get("retention")
     if isinstance(hint, dict):
-        names = {one.name for one in fields(Retention)}
         try:
-            retention = Retention(**{name: value for name, value in hint.items() if name in names})
-        except (TypeError, ValueError):
+            retention = Retention(hint.get("next_use"))
+        except ValueError:
             retention = None
     params = {"kvcache": about["kvcache"]} if "kvcache" in about else None
     return ReqContext(req_id, params, retention)
@@ -374,7 +385,8 @@ def replay_recording(
             f"{recording.path} is a recording {where}, and has no reset that a replay could begin at; "
             "kvcache plan reads it as a trace"
         )
-    return ReplayOutcome(num_calls, num_skipped, recording.num_lost, difference, recording.end)
+    removed = () if runner is None else tuple(sorted(runner.removed))
+    return ReplayOutcome(num_calls, num_skipped, recording.num_lost, difference, recording.end, removed)
 
 
 def _compare_stats(runner: Runner, record: Call) -> Difference | None:

@@ -13,7 +13,7 @@ from kvcache.core.ghosts cimport GhostList, prefetch_ghost
 from kvcache.core.index cimport Probe, bit_length, index_first, prefetch, zeroed
 from kvcache.core.policy_adapter cimport PolicyAdapter
 from kvcache.core.request_keys cimport RequestKeys
-from kvcache.core.table cimport NORMAL, BlockTable, count_rows, may_leave, ref_of
+from kvcache.core.table cimport BlockTable, count_rows, may_leave, ref_of
 from kvcache.policies.gittins.groups cimport (
     HOLDERS, AgedGroups, Cohort, Group, add_known, class_of, leave_group, lowest_bit, reserve_groups,
 )
@@ -356,7 +356,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
         if is_whole:
             return True
         place = names.locate(self.table.rows[row].key, self.table.rows[row].hash)
-        return place < 0 or names.named[place].seen == 0
+        return place < 0 or not names.named[place].is_used
 
     cdef int32_t _leave_parent(self, int32_t row) noexcept nogil:
         """Remove a child from its parent, if the parent is resident. Return the parent's row, or 0."""
@@ -441,12 +441,10 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             self._append(label, rows[i], GROUPED)
         count_rows(self.table, GROUPED, n)
 
-    cdef Py_ssize_t select_victims(self, int32_t priority, Py_ssize_t n, int32_t* out) noexcept nogil:
+    cdef void select_victims(self, Py_ssize_t n, int32_t* out) noexcept nogil:
         """Select `n` victims, and decline nothing. Blocks behind a blocked tail come last, in the order of rows."""
         cdef Py_ssize_t i, got
         cdef int32_t row
-        if priority != NORMAL:
-            return 0
         got = _choose(self, None, NULL, n, True, False, out)
         for i in range(got):
             self.table.rows[out[i]].mark = self.table.mark
@@ -459,7 +457,6 @@ cdef class GittinsCachePolicy(PolicyAdapter):
                 got += 1
         self._remember_rows(out, got)
         self._trim()
-        return got
 
     cdef int check_policy(self) except -1:
         cdef const Row* rows = self.table.rows

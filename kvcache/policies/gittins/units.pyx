@@ -1041,7 +1041,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
         cdef Py_ssize_t place
         cdef int32_t row, anchor = 0, last = 0
         for place in range(names.num_named):
-            if names.named[place].seen and names.uses[place].note < 0:
+            if names.named[place].is_used and names.uses[place].note < 0:
                 row = names.row_now(self.table, place)
                 if row != 0 and self.table.rows[row].list_idx == WINDOWED and self.units[row].needs == 0:
                     self._queue(row)
@@ -1080,7 +1080,7 @@ cdef class UnitGittinsPolicy(GittinsCachePolicy):
             self.table.rows[row].list_idx = LEAVING
             if names is not None and (self._place_of(row).label != 0 or self.sets.num_full > 1):
                 place = names.locate(self.table.rows[row].key, self.table.rows[row].hash)
-                if place >= 0 and names.named[place].seen and (
+                if place >= 0 and names.named[place].is_used and (
                         self._place_of(row).label != 0 or self._is_companion(names, place)):
                     lost = min(lost, names.uses[place].position)
         for i in range(n if self.sets.num_full > 1 else 0):
