@@ -21,8 +21,7 @@ PARTS = (*_TOOLS, *_SYSTEM, "instructions", "chat_history", "instruction")
 """Fields that are part of a prompt before its last part."""
 _MAX_TOKEN = (1 << 31) - 1
 _CHATS = ("messages", "conversations", "conversation", "contents")
-# Parts of a prompt that a record names, but does not hold.
-_ELSEWHERE = {
+ELSEWHERE = {
     "previous_response_id": "the earlier turns of the conversation",
     "cached_content": "the cached beginning",
     "context": "the earlier turns of the conversation as token ids",
@@ -31,7 +30,11 @@ _ELSEWHERE = {
     "multi_modal_data": "images, audio or video",
     "image_data": "images",
     "images": "images",
+    "mm_payload": "images, audio or video",
+    "previous_input_messages": "the earlier turns of the conversation",
+    "truncate_prompt_tokens": "the places where it was cut",
 }
+"""Parts of a prompt that a record names, but does not hold."""
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
@@ -52,31 +55,33 @@ _RESULTS = {"tool_result", "tool_call_response", "functionResponse", "toolResult
 _UNRENDERED = {"thinking", "redacted_thinking", "reasoning", "reasoningContent", "cachePoint", "thought"}
 _KNOWN = """
 _id account_id add_generation_prompt add_special_tokens allowed_openai_params allowed_token_ids answer answers
-anthropic_beta anthropic_version api_base api_key audio background bad_words best_of betas cache cache_key
+anthropic_beta anthropic_version api_base api_key audio background bad_words best_of betas cache cache_key cache_salt
 calculated_total_cost candidates candidates_token_count chat_id choices chosen completed_at completion
 completion_start_time completions continue_final_message conversation_hash conversation_id cost cost_details costs
 country custom_id custom_llm_provider description detoxify_moderation dropped_attributes_count duration
-ec_transfer_params echo end_time end_user ended_at endpoint environment error evaluation event events events_count
-exception expected extra extra_headers feedback finish_reason flags format frequency_penalty function_call
-generated_text generation_config guardrail_config guided_choice guided_decoding_backend guided_grammar guided_json
-guided_regex hashed_ip header headers hidden_params host id identity ids ignore_eos include include_reasoning
-inference_config invocation_parameters ip is_request keep_alive key_alias key_hash kind kv_transfer_params label
-labels language latency length_penalty level links litellm_params log_format logger logit_bias logit_processors
-logits_processors logprobs max_completion_tokens max_output_tokens max_tokens max_tool_calls message_id metadata
-method min_p min_tokens modalities model model_group model_id model_info model_map_information model_parameters
-moderation n name names num_retries object openai_moderation operation options organization out output output_config
+ec_transfer_params echo enable_response_messages end_time end_user ended_at endpoint environment error evaluation
+event events events_count exception expected extra extra_headers feedback finish_reason flags format frequency_penalty
+function_call generated_text generation_config guardrail_config guided_choice guided_decoding_backend guided_grammar
+guided_json guided_regex hashed_ip header headers hidden_params host id identity ids ignore_eos include
+include_reasoning include_stop_str_in_output inference_config invocation_parameters ip is_request keep_alive key_alias
+key_hash kind kv_transfer_params label labels language latency length_penalty level links litellm_params log_format
+logger logit_bias logit_processors logits_processors logprob_token_ids logprobs max_completion_tokens
+max_output_tokens max_tokens max_tool_calls media_io_kwargs message_id metadata method min_p min_tokens
+mm_processor_kwargs modalities model model_group model_id model_info model_map_information model_parameters moderation
+n name names num_retries object openai_moderation operation options organization out output output_config
 output_messages outputs parallel_tool_calls parameters params parent_id parent_observation_id parent_span_id path
 prediction presence_penalty priority project project_id prompt_cache_key prompt_cache_retention prompt_id
 prompt_logprobs prompt_name prompt_version properties provider raw raw_response reasoning redacted referer region
-rejected release repetition_penalty request_headers request_id request_tags requester_ip_address resource response
-response_body response_format response_headers response_id response_json responses result results return_token_ids
-return_tokens_as_token_ids rid route safety_identifier safety_settings sampling sampling_params schema scope scores
-seed service_tier session_id severity skip_special_tokens spaces_between_special_tokens span_attributes span_id spend
+rejected release repetition_detection repetition_penalty request_headers request_id request_tags requester_ip_address
+resource response response_body response_format response_headers response_id response_json responses result results
+return_mm_kwargs return_prompt_text return_token_ids return_token_offsets return_tokens_as_token_ids rid route
+routed_experts_prompt_start safety_identifier safety_settings sampling sampling_params schema scope scores seed
+service_tier session_id severity skip_special_tokens spaces_between_special_tokens span_attributes span_id spend
 standard_logging_object state stats status status_code status_message stop stop_reason stop_sequences stop_token_ids
-store stream stream_options structured_outputs tags team_id telemetry temperature text thinking thinking_config
-thread_id time_to_first_token timeout tool_choice tool_params top_k top_logprobs top_p total_cost toxic trace_id
-trace_state truncation turn type updated_at url usage usage_details usage_metadata use_beam_search user user_agent
-user_id verbosity version vllm_xargs web_search_options
+store stream stream_interval stream_options structured_outputs tags team_id telemetry temperature text thinking
+thinking_config thinking_token_budget thread_id time_to_first_token timeout tool_choice tool_params top_k top_logprobs
+top_p total_cost toxic trace_id trace_state truncation truncation_side turn type updated_at url usage usage_details
+usage_metadata use_beam_search user user_agent user_id verbosity version vllm_xargs watermarking web_search_options
 """
 KNOWN = frozenset(_KNOWN.split())
 """Fields that are no part of a prompt. `text` is one only where it is an object, as in OpenAI's Responses."""
@@ -87,7 +92,7 @@ def fields_of(named: Mapping[str, Any]) -> tuple[str, ...]:
     for name in TOKENS:
         if isinstance(parsed(named.get(name)), list):
             return (name,)
-    for name, what in _ELSEWHERE.items():
+    for name, what in ELSEWHERE.items():
         if (value := named.get(name)) not in EMPTY and not (name == "context" and isinstance(value, str)):
             raise BadRecord(f"{name}: {what} are part of the prompt, but not of the log: log whole prompts")
     if isinstance(named.get("conversation"), dict) or str(named.get("conversation")).startswith("conv_"):
