@@ -255,3 +255,19 @@ def test_recording_is_a_trace(manager, path):
     assert requests[0].hash_ids.tolist() == requests[2].hash_ids.tolist() != requests[1].hash_ids.tolist()
     assert requests[5].hash_ids.tolist() == requests[0].hash_ids.tolist()[1:3]
     assert requests[0].input_length == 64
+
+
+def test_removed_parts_of_recording_are_named(path, monkeypatch, run):
+    older = {"retention": {"priority": 2, "ttl_s": 5.0, "next_use": "soon"}}
+    older["kvcache"] = {"priority": 0, "ttl_s": None, "next_use": "end"}
+    monkeypatch.setattr("kvcache.recorder.format._hint_of", lambda context: older)
+    manager = CPUOffloadingManager(16, 8)
+    options = {**manager.configuration(), "retention_share": 0.5}
+    monkeypatch.setattr(manager, "configuration", lambda: options)
+    context = ReqContext("1", {"kvcache": {"next_use": "end"}})
+    with Recorder(manager, path):
+        manager.touch([key(1)], context)
+        manager.on_request_finished(context)
+    code, out, _ = run("rerun", path)
+    assert code == 0
+    assert "left out, because they were removed from kvcache: priority, retention_share, ttl_s" in out
