@@ -19,19 +19,15 @@ _FIRST_SHARE = 4
 class Backlog:
     """The blocks that wait to be written to one tier, longest waiting first.
 
-    With ``"write_back"``, `dirty` holds the blocks that are not due yet, least recently used first. `missed` holds
-    blocks that were not written because the tier failed: those that are still in host memory are offered again once it
-    works. A tier with a budget of writes has a `choice`, which chooses the blocks to offer.
+    `missed` holds blocks that were not written because the tier failed: those that are still in host memory are offered
+    again once it works. A tier with a budget of writes has a `choice`, which chooses the blocks to offer.
     """
 
-    def __init__(self, num_blocks: int, is_write_back: bool) -> None:
-        self.is_write_back = is_write_back
-        self.dirty: OrderedDict[bytes, None] = OrderedDict()
+    def __init__(self, num_blocks: int) -> None:
         self.missed: OrderedDict[bytes, None] = OrderedDict()
         self.num_dropped = 0
         self.choice: RunChoice | None = None
         self._max_blocks = num_blocks
-        self._num_ahead = max(1, num_blocks // _FIRST_SHARE)
         self._keys: deque[bytes] = deque()
 
     def __len__(self) -> int:
@@ -40,14 +36,17 @@ class Backlog:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._keys)
 
-    def add_dirty(self, keys: list[bytes]) -> None:
-        """Add blocks that became ready and are not due yet; keys are in prefix order."""
-        self.dirty.update(dict.fromkeys(reversed(keys)))
+    @property
+    def is_idle(self) -> bool:
+        """Whether no block would be written even if the tier took it."""
+        return not (self._keys or self.missed)
 
-    def offer_due(self, num_most: int) -> None:
-        """Add at most `num_most` blocks that have to be written now, least recently used first."""
-        num_due = min(num_most, len(self.dirty) - (self._max_blocks - self._num_ahead))
-        self.offer([self.dirty.popitem(last=False)[0] for _ in range(num_due)])
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Add blocks that became ready, in prefix order: the head of a prefix is written last, and so leaves last."""
+        self.offer(reversed([*keys]))
+
+    def offer_due(self, room: int) -> None:
+        """Offer the blocks that have to be written now, if the tier has room for so many."""
 
     def offer(self, keys: Iterable[bytes]) -> None:
         """Add keys; if there are too many, drop those that wait longest."""
@@ -86,19 +85,10 @@ class Backlog:
 
     def touch(self, keys: list[bytes]) -> None:
         """Record a use of `keys`, in prefix order."""
-        for blocks in (self.dirty, self.missed):
-            for key in reversed(keys):
-                if key in blocks:
-                    blocks.move_to_end(key)
+        _move_to_end(self.missed, keys)
 
     def remove(self, keys: list[bytes]) -> None:
-        """Record keys that left host memory; blocks that were still to be written count as dropped."""
-        lost = [key for key in keys if key in self.dirty] if self.dirty else []
-        for key in lost:
-            del self.dirty[key]
-        if lost:
-            self.num_dropped += len(lost)
-            self._num_ahead = min(self._max_blocks, 2 * self._num_ahead)
+        """Record keys that left host memory."""
         for key in keys if self.missed else ():
             self.missed.pop(key, None)
 
@@ -108,4 +98,47 @@ class Backlog:
             self.choice.clear()
         self._keys.clear()
         self.missed.clear()
+
+
+class WriteBackBacklog(Backlog):
+    """The backlog of ``"write_back"``: `dirty` holds blocks that are not due yet, least recently used first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.dirty: OrderedDict[bytes, None] = OrderedDict()
+        self._num_ahead = max(1, num_blocks // _FIRST_SHARE)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.dirty and super().is_idle
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        self.dirty.update(dict.fromkeys(reversed([*keys])))
+
+    def offer_due(self, room: int) -> None:
+        num_due = min(room - len(self), len(self.dirty) - (self._max_blocks - self._num_ahead))
+        self.offer([self.dirty.popitem(last=False)[0] for _ in range(num_due)])
+
+    def touch(self, keys: list[bytes]) -> None:
+        _move_to_end(self.dirty, keys)
+        super().touch(keys)
+
+    def remove(self, keys: list[bytes]) -> None:
+        lost = [key for key in keys if key in self.dirty] if self.dirty else []
+        for key in lost:
+            del self.dirty[key]
+        if lost:
+            # They were to be written before they leave: write more of them ahead from now on.
+            self.num_dropped += len(lost)
+            self._num_ahead = min(self._max_blocks, 2 * self._num_ahead)
+        super().remove(keys)
+
+    def clear(self) -> None:
+        super().clear()
         self.dirty.clear()
+
+
+def _move_to_end(blocks: OrderedDict[bytes, None], keys: list[bytes]) -> None:
+    for key in reversed(keys) if blocks else ():
+        if key in blocks:
+            blocks.move_to_end(key)

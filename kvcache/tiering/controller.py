@@ -18,7 +18,7 @@ from kvcache.metrics import HistogramData, counter, gauge, histogram, state
 from kvcache.options import Options, choice_of, option, parse_count, parse_duration, parse_flag
 from kvcache.registry import POLICIES
 from kvcache.tiering.arbiter import Link
-from kvcache.tiering.backlog import Backlog
+from kvcache.tiering.backlog import Backlog, WriteBackBacklog
 from kvcache.tiering.breaker import BREAKER_STATES, Direction, Faults
 from kvcache.tiering.endurance import RunChoice
 from kvcache.tiering.uses import UseQueue
@@ -191,7 +191,7 @@ class TierController:
         self.medium = str(tier.medium)
         self.config = config
         self.jobs: dict[int, TierJob] = {}
-        self.backlog = Backlog(num_blocks, config.write_policy == "write_back")
+        self.backlog = (WriteBackBacklog if config.write_policy == "write_back" else Backlog)(num_blocks)
         self.link = Link() if config.arbiter else None
         if config.endurance is not None:
             if tier.wear is None:
@@ -265,8 +265,7 @@ class TierController:
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Record a use, to be passed to the tier before the next job."""
-        if self.backlog.dirty or self.backlog.missed:
-            self.backlog.touch(keys)
+        self.backlog.touch(keys)
         self._uses.add(keys, req_context)
 
     def end_request(self, req_context: ReqContext) -> None:

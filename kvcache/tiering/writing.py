@@ -116,13 +116,9 @@ class Writing:
             keys_due = keys if backlog.choice is None else backlog.choice.take_due(keys)
             if controller is source:
                 continue
-            if backlog.is_write_back:
-                backlog.add_dirty(keys)
-                continue
             if config.write_policy == "write_through_selective":
                 keys_due = [key for key in keys if self._uses.get(key, 1) >= config.num_uses]
-            # The head of a prefix is written last, and so leaves the tier last.
-            backlog.offer(reversed(keys_due))
+            backlog.add(keys_due)
 
     def abort(self, keys: list[bytes]) -> None:
         """Record blocks that failed to become ready."""
@@ -140,13 +136,12 @@ class Writing:
         num_left = MAX_STEP_BLOCKS
         for controller in self._controllers:
             backlog = controller.backlog
-            if not (backlog or backlog.missed or backlog.dirty):
+            if backlog.is_idle:
                 continue
             if not controller.may_send(False, now_s):
                 backlog.drop(is_paused=True)
                 continue
-            if backlog.dirty:
-                backlog.offer_due(controller.room(False) - len(backlog))
+            backlog.offer_due(controller.room(False))
             # A tier that is being tried again gets one job only.
             while (room := min(controller.room(False), num_left, MAX_JOB_BLOCKS)) > 0 and controller.may_send(
                 False, now_s

@@ -155,7 +155,7 @@ class World(Engine):
         ways = (controller._reads, controller._writes)
         parts += [(way._num_failures, left(way._open_until_s), way._is_trying) for way in ways]
         backlog = controller.backlog
-        unwritten = (list(backlog.dirty), backlog._num_ahead)
+        unwritten = [*getattr(backlog, "dirty", ()), getattr(backlog, "_num_ahead", 0)]
         return repr([*parts, list(backlog), list(backlog.missed), unwritten, self.num_ticks, manager._has_results])
 
     def ends(self, completing):
