@@ -142,7 +142,7 @@ def main() -> None:
     options = parser.parse_args()
     num_bytes = parse_size("--memory", options.memory)
     life = {name: getattr(options, name) for name in ("users", "turns", "prefix_tokens", "message_tokens")}
-    life |= {"block_tokens": BLOCK_TOKENS, "on_cpu": True}
+    life |= {"block_tokens": BLOCK_TOKENS, "on_cpu": True, "num_groups": 1}
     lines: list[dict[str, Any]] = []
     with TemporaryDirectory(dir=options.folder) as path:
         folder = Path(path)

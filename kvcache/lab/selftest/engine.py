@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ def check_engine(folder: Path, on_cpu: bool) -> Iterator[Row]:
         lines: dict[str, list[dict[str, Any]]] = {}
         for life, (config, change) in lives.items():
             settings = {**_LIFE, **change, "model": str(model), "on_cpu": on_cpu, "kv_transfer_config": config}
+            settings["num_groups"] = 3 if window else 1
             lines[life] = list(run_life(settings, folder / "errors"))
         yield _compared(name, lines)
 
@@ -76,7 +78,9 @@ def build_model(folder: Path, num_layers: int, window: int = 0) -> None:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1 << 16,
-        "initializer_range": 0.05,
+        # So large that greedy tokens depend on the whole prompt.
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
         # vLLM asks for a tokenizer's ids of special tokens, which a model without one does not have.
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -103,8 +107,8 @@ def prompts(users: int, turns: int, prefix_tokens: int, message_tokens: int) -> 
 def run_life(life: dict[str, Any], errors: Path) -> Iterator[dict[str, Any]]:
     """Run one engine in a process, and yield a line for each turn. RuntimeError: the engine ends early.
 
-    `life` holds the arguments of `prompts`, `model`, `kv_transfer_config`, `block_tokens`, `on_cpu`, and `settle_s`:
-    the time after the last turn.
+    `life` holds the arguments of `prompts`, `model` and its `num_groups` of KV caches, `kv_transfer_config`,
+    `block_tokens`, `on_cpu`, and `settle_s`: the time after the last turn.
     """
     words = [sys.executable, "-P", "-m", __spec__.name, json.dumps(life)]
     with errors.open("w") as file, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=file, text=True) as process:
@@ -112,8 +116,9 @@ def run_life(life: dict[str, Any], errors: Path) -> Iterator[dict[str, Any]]:
             if line.startswith('{"turn"'):
                 yield json.loads(line)
     if process.returncode:
-        last = (errors.read_text().strip().splitlines() or [""])[-1]
-        raise RuntimeError(f"the engine ended with {process.returncode}: {last}")
+        # The first error is the cause, later ones its consequences in other processes.
+        named = (line for line in errors.read_text().splitlines() if re.match(r"(\S+ )*\w+Error: ", line))
+        raise RuntimeError(f"the engine ended with {process.returncode}: {next(named, 'without an error')}")
 
 
 def _serve(life: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -133,7 +138,7 @@ def _serve(life: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "enforce_eager": True,
         "block_size": life["block_tokens"],
         # Room for little more than one prompt: the engine's own cache must not answer.
-        "num_gpu_blocks_override": -(-longest // life["block_tokens"]) + 4,
+        "num_gpu_blocks_override": life["num_groups"] * -(-longest // life["block_tokens"]) + 4,
         "dtype": "float32",
         "max_model_len": longest,
         "max_num_batched_tokens": longest,
