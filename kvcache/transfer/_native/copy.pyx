@@ -7,11 +7,11 @@ Whoever changes this file keeps five rules, and then runs `make tsan`, which tak
 
 1. The mutex guards the list of jobs, and of each job `next_unit` and `num_active`. It is never held during a copy, nor
    while Python runs. The plan of a job does not change after `submit`.
-2. Only the job at `head` is worked on. It ends when it has no unit left and no thread copies one (`num_active`). So jobs
-   end in the order of submission, and no slice of a later job overlaps one of an earlier job.
+2. Only the job at `head` is worked on. It ends when it has no unit left and no thread copies one (`num_active`). So
+   jobs end in the order of submission, and no slice of a later job overlaps one of an earlier job.
 3. The jobs before `head` have ended: no thread touches them, and only `get_finished` frees them.
-4. A thread sleeps on `work` only while `_advance` has nothing to do. Each change that gives it something to do (a job in
-   an empty queue, a new head, `stopping`) signals `work`; each end of a job signals `progress`.
+4. A thread sleeps on `work` only while `_advance` has nothing to do. Each change that gives it something to do (a job
+   in an empty queue, a new head, `stopping`) signals `work`; each end of a job signals `progress`.
 5. The threads use the geometry's memory. They are joined before it is freed, also when the queue is dropped. A forked
    child has none of them, so it frees and joins nothing.
 """
