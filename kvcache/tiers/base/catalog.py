@@ -240,7 +240,8 @@ class SlotCatalog(Catalog):
             self._blocks.unpin(again)
             # A store that failed may have left the old record.
             self._deleted.update(set(again).difference(stored))
-            self._blocks.hint(again, "later")
+            # A use undoes the end that `delete` has hinted.
+            self._blocks.touch(again)
         if self._bad:
             self._bad.difference_update(stored)
         if len(stored) < len(keys):
