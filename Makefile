@@ -51,7 +51,7 @@ $(VENV)/venv.stamp: .ci/find-python
 
 # torch first and alone: the package's own open-ended requirement would take the newest, several GB of it.
 $(VENV)/torch.stamp: constraints.txt $(VENV)/venv.stamp
-	@echo "installing torch and building the package (1-2 minutes) ..."
+	@echo "installing torch and the extras, and building the package (2-3 minutes) ..."
 	$(PIP_INSTALL) "$$(grep ^torch== constraints.txt)"
 	@touch $@
 

@@ -103,6 +103,8 @@ def _figure(name: str, value: Any) -> str:
             for bound in (data.quantile(0.5), data.quantile(0.99))
         )
         return f"{data.count:,} times, half {half}, 99 % {most}"
+    if name in ("drive_writes", "life_years") and not value:
+        return "-"  # unknown before a day has passed
     if isinstance(value, int | float):
         return common.format_seconds(value) if is_time else f"{value:,}"
     return str(value)
