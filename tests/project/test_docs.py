@@ -33,6 +33,7 @@ NOT_RUN_OUTSIDE = {
     "python docs/pictures.py": "takes minutes, and needs the traces",
     "python -m mypy.stubtest": "a stage of CI",
     "python -m sglang": "needs a model",
+    "python -m vllm": "needs a model",
     "kvcache selftest": "takes minutes; tests/lab/test_selftest.py",
     "kvcache bench": "takes minutes",
     "kvcache": "names a file, an engine or a store of the reader; its options are checked",
