@@ -181,9 +181,8 @@ class Promotion:
                 if source is not None:
                     if source.state is not _SENT:
                         break
-                elif key in request.tried or state != ABSENT:
-                    # A second promotion could fail like the first one, and the request would never run. A block that
-                    # is pending without a job is being stored by the engine.
+                elif key in request.tried:
+                    # A second promotion could fail like the first one, and the request would never run.
                     break
                 else:
                     places.append(len(sources))
