@@ -23,7 +23,7 @@ _IN_CHILD: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
 
 def python_words(code: str, *arguments: str) -> list[str]:
     """Return the command of a process that runs `code`, in which kvcache can be imported."""
-    # -P: nothing is imported from the working directory, which may be open to others; a checkout there comes last.
+    # -P: import nothing from the working directory, which others may write to; a checkout there comes last.
     return [sys.executable, "-P", "-c", f"import sys\nsys.path.append({_ROOT!r})\n{code}", *arguments]
 
 

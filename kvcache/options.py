@@ -25,7 +25,7 @@ Parser = Callable[[str, Any], Any]
 
 
 def hide_keys(text: str) -> str:
-    """Return an error's text without what may be a key, in hexadecimal or base64, that was written to a wrong place."""
+    """Return an error's text without possible keys (hexadecimal or base64) that were written to a wrong place."""
     return re.sub(r"[0-9a-fA-F]{32,}|[\w+/-]{43}=", "***", text)
 
 
@@ -82,7 +82,7 @@ def parse_size(name: str, value: object) -> int:
 
 def read_small_file(path: str, max_bytes: int = 1 << 20) -> bytes:
     """Return the bytes of a regular file of at most `max_bytes`; OSError for a device, a FIFO or a longer file."""
-    # A FIFO would wait for its writer.
+    # Opening a FIFO would wait for its writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
@@ -154,11 +154,11 @@ def parse_text(name: str, value: object) -> str:
 
 
 LEAST_SALT = 16
-"""Characters of a salt that nobody guesses: `openssl rand -hex 16` prints twice as many."""
+"""Characters of a salt that cannot be guessed: `openssl rand -hex 16` prints twice as many."""
 
 
 def parse_salt(name: str, value: object) -> str:
-    """Return a secret; ValueError if it is empty, no text, or what stands for a salt in the documentation."""
+    """Return a secret; ValueError if it is empty, not a string, or the example of the documentation."""
     salt = parse_text(name, value)
     if "..." in salt:
         raise ValueError(f"{name} is a placeholder: take what `openssl rand -hex 16` prints")

@@ -56,7 +56,7 @@ class Retention:
     Raises
     ------
     ValueError
-        The next use is not one of the three.
+        `next_use` has another value.
 
     Notes
     -----
@@ -92,8 +92,8 @@ class ReqContext:
     positions : mapping of bytes to int, or None
         Where in the prompt each key's block ends, in tokens, if the engine reports it.
     request_keys : dict
-        For pools only: the keys that this request has named in each pool, those of the request that ended last, and
-        what `RequestAges` notes.
+        For pools and `RequestAges` only: the keys that this request has named in each pool, those of the request that
+        ended last, and the number of resets.
     """
 
     __slots__ = (
@@ -163,10 +163,10 @@ class ReqContext:
 
 
 class RequestAges:
-    """Which open requests of a manager are older than its last reset: such a request stores nothing until it ends.
+    """Tracks which open requests are older than a manager's last reset. Such a request stores nothing until it ends.
 
-    An engine may offer a block long after it computed it, so the age of a request, not of an offer, tells whether its
-    blocks may be of before the reset. A request opens when it is announced or with its first call.
+    An engine may offer a block long after computing it. So the age of the request, not of the offer, shows whether its
+    blocks may be from before the reset. A request opens when it is announced, or at its first call.
     """
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class HintReader:
 
 
 def parse_hint(hint: object) -> Retention:
-    """Return a client's hint, of which a priority and a TTL are ignored; ValueError names the first invalid field."""
+    """Return a client's hint, without its priority and TTL; ValueError names the first invalid field."""
     if type(hint) is not dict:
         raise ValueError(f"it must be a dict, got {_shown(hint)}")
     for name in islice(hint, len(_HINT_FIELDS) + 1):

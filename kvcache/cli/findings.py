@@ -347,7 +347,7 @@ def _check_memory(pool_bytes: int, engines: list[OffloadSettings], node_pool: st
 
 
 def _answer(question: Callable[[], str]) -> str:
-    """Return a component's answer; an error of its own package must not cost the other findings."""
+    """Return a component's answer, or its error as a text, so that the other findings are still reported."""
     try:
         return question()
     except Exception as error:

@@ -48,7 +48,7 @@ class GenericBlockCache:
         self._on_evicted = on_evicted
         self._log: tuple[EventLog, str] | None = None  # and the medium's name
         self._resident: dict[bytes, BlockStatus] = {}
-        # Used by others than the request that stored them. A reset begins a new set, which is the epoch of requests.
+        # Keys that other requests than their storer have used. Each reset makes a new set, which identifies the epoch.
         self._shared: set[bytes] = set()
         self._withheld: dict[int, BlockStatus] = {}
         self.guard = Guard()

@@ -41,7 +41,7 @@ def _inner(path: str, doc: str) -> Any:
 
 
 class _Offers:
-    """What requests offer for storing: which requests may, and the number of absent blocks.
+    """Offers of blocks to store: which requests may store, and the number of absent blocks.
 
     An engine offers the blocks of a refused store again: they count once.
     """
@@ -438,7 +438,7 @@ class BlockPool:
             self.abort(keys, req_context)
 
     def is_of_before(self, keys: list[bytes], req_context: ReqContext | None) -> bool:
-        """Return whether a store that ends began before the last reset: then another request may be writing its blocks.
+        """Return whether an ending store began before the last reset, so that its blocks may be another request's.
 
         ValueError: a key is invalid.
         """

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PoolClock:
-    """Seconds since the first use of a clock, `read`. If it goes back, time stands still. Unused unless `is_needed`."""
+    """Seconds since the first use of a clock, `read`. They do not decrease if it goes back. Used if `is_needed`."""
 
     def __init__(self, read: Callable[[], float], is_needed: bool) -> None:
         if not callable(read):

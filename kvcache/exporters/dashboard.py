@@ -17,7 +17,7 @@ from kvcache.metrics import EngineStats, OwnerStats, Part, Sample, samples_of
 
 PREFIX = "kvcache_"
 _LAST_ROWS = "Engines of a node's pool"
-"""The row with which the panels begin that vLLM has no series for."""
+"""The first row of panels for which vLLM has no series."""
 _ENDS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
 

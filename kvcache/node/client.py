@@ -109,7 +109,7 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._stale: list[tuple[ReqContext, Prompt]] = []
         self._last_number = 1
         self._counts = Counter[str]()
-        # Open requests of before a reset store nothing. They are this engine's: the owner knows keys of an epoch only.
+        # Requests that were open at a reset store nothing. The owner cannot track them: it sees only keys of an epoch.
         self.ages = RequestAges()
         self.refusal = ""
         # The messages of a forked child would mix with those of its parent.
@@ -133,7 +133,7 @@ class NodeManager(LastLookUp, OffloadingManager):
     def acquire(self, key: bytes, req_context: ReqContext, keys: Collection[bytes] = ()) -> int:
         """Return the state of a key that the last look-up does not hold; ask the owner if its last answer lacks it."""
         if self._stale and any(stale.num_loads and old is req_context for old, stale in self._stale):
-            # Two loads of one request could not be told apart when one ends.
+            # With two loads of one request, it would be unclear which of them ends.
             return ABSENT
         prompt = self._prompts.get(req_context) or self._open(req_context)
         state = prompt.status(key)
@@ -214,7 +214,7 @@ class NodeManager(LastLookUp, OffloadingManager):
         keys = list(keys)
         for old, stale in self._stale:
             if old is req_context and (slots := stale.take_written(keys)):
-                # An engine may also drop such copies without a word: see `_drop_stale`.
+                # An engine may also drop such copies without a report: see `_drop_stale`.
                 self._tell_stored(stale, False, slots.values())
                 self._end_stale()
                 return

@@ -317,9 +317,9 @@ class NodeLeases:
     def _room(self, engine: EngineLeases) -> int:
         """Return how many more slots an engine may hold or write: at most half of the pool in all.
 
-        An engine that cannot tell the ends of older copies returns its slots from before a reset after its next copy.
-        So it may take more than its half. But of the last slots, which are reserved for this, it takes one, and only if
-        it has no other slot from after the reset. Otherwise, a few resets would use up the pool for all engines.
+        An engine that cannot report the ends of older copies returns their slots after its next copy. So it may exceed
+        its half after a reset. But of the last, reserved slots it gets only one, and only if it has no other slot from
+        after the reset. Otherwise, a few resets would use up the pool for all engines.
         """
         pool = self.manager.pool
         num_left = self.num_slots - pool.num_referenced - pool.num_pending

@@ -39,7 +39,7 @@ _OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
 
 
 class State(Enum):
-    """What a client knows of its connection to the owner."""
+    """State of a connection to the owner, as the client knows it."""
 
     CLOSED = auto()
     """There is no connection."""
@@ -48,7 +48,7 @@ class State(Enum):
     READY = auto()
     """The owner has welcomed the client, and has answered every message that needs an answer."""
     LATE = auto()
-    """As READY, but answers are outstanding. Until they have arrived, no message is sent that needs one."""
+    """As READY, but late answers are outstanding. Until they arrive, no message that needs an answer is sent."""
 
 
 class Link:
@@ -67,7 +67,7 @@ class Link:
         self._sock: socket.socket | None = None
         self._reader = FrameReader()
         self.state = State.CLOSED
-        """As of the last call: see `poll`."""
+        """The state at the last call; `poll` updates it."""
         self._unsent: list[bytes] = []
         self._num_unsent_bytes = 0
         # Number of late answers. The owner answers in order, so these arrive before any other.
@@ -87,7 +87,7 @@ class Link:
         return self.state in (State.READY, State.LATE)
 
     def poll(self) -> State:
-        """Receive the late answers that have arrived, and return the state. If the owner has ended, this closes."""
+        """Receive the late answers that have arrived, and return the state. Close if the owner has ended."""
         while self.state is State.LATE:
             try:
                 frame = self.receive()
@@ -103,7 +103,7 @@ class Link:
 
     @property
     def has_answered(self) -> bool:
-        """Whether `poll` would find an answer, or none is outstanding. Receives nothing: any thread may ask."""
+        """Whether `poll` would find an answer, or no answer is outstanding. Receives nothing: any thread may call."""
         sock, state = self._sock, self.state
         if sock is None or state is not State.LATE:
             return state is State.READY

@@ -215,7 +215,7 @@ class PolicyContract:
         machine = cache_machine(self.policy, self.reference)
 
         def judge() -> None:
-            # First what every run repeats: a profile of few random examples may pass a faulty policy.
+            # The fixed requests come first: with few random examples, a faulty policy may pass.
             serve_fixed_requests(machine())
             run_state_machine_as_test(machine)
 

@@ -203,7 +203,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(num_keys=st.integers(1, 8))
     def crowd_out(self, num_keys: int) -> None:
-        # Whatever may leave leaves, so that the whole order of eviction is seen.
+        # Evict every block that may be evicted, to compare the whole order of eviction.
         for i in range(num_keys):
             for method in ("prepare_store", "complete_store"):
                 self._call(method, [b"crowd %d" % i], 0, (list, False))
@@ -323,7 +323,7 @@ def cache_machine(policy: Policy, reference: type[CachePolicy] | None = None, **
 def serve_fixed_requests(machine: CacheMachine, num_requests: int = 150) -> None:
     """Serve the same requests in every run, and compare the managers after each.
 
-    So the verdict on a fault that many requests show does not depend on the drawn examples, nor on their number.
+    So a fault that many requests show is found whatever examples are drawn, and however few.
     """
     draw = random.Random(0)
     machine.open_managers(machine.max_capacity)

@@ -27,7 +27,7 @@ _ODD_FACTOR = 2.0
 _LEAST_SPREAD = 1e-3
 _MAX_S = 1e9
 _MAX_TOKENS = 1 << 40
-"""Positions beyond it are those of no prompt."""
+"""Larger positions are invalid."""
 _BLIND_SAMPLES = 3
 _SAMPLE_JOBS = 8
 _PATIENCE = 1.04
@@ -57,7 +57,7 @@ class CostFit:
         expected = self(x, y)
         is_odd = self.num_samples > 0 and not expected / _ODD_FACTOR <= seconds <= expected * _ODD_FACTOR
         if is_odd and self._odd is not None:
-            # One odd sample is a stall; two in a row are a new rate, and the samples before them are of the old one.
+            # One odd sample is a stall. Two in a row are a new rate: drop the samples of the old one.
             self._sums = [0.0] * 5
             self.add(*self._odd)
             self._odd = None
@@ -66,7 +66,7 @@ class CostFit:
         self.add(x, y, seconds)
 
     def add(self, x: float, y: float, seconds: float, decay: float = _DECAY) -> None:
-        """Add a sample to those that the cost is fitted to."""
+        """Add a sample to the fit."""
         self.num_samples += 1
         # Weighted by 1 / x: long samples have more noise.
         terms = (x, y, y * y / x, seconds, y * seconds / x)
@@ -84,7 +84,7 @@ class CostFit:
 class Link:
     """How fast one medium loads, learned from its finished jobs, and when its current jobs will end.
 
-    Times of jobs may be on any one clock; `now_s` is on the manager's. `probe_s` is the time of the next probe.
+    Start and end of jobs may be on any one clock; `now_s` is on the manager's. `probe_s` is the time of the next probe.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Link:
 
     def load_s(self, num_blocks: int, now_s: float) -> float:
         """Return the expected seconds until `num_blocks` more are loaded; 0: only the jobs in progress."""
-        # Late jobs are expected to be late by the same time again.
+        # If the jobs are 2 s late, expect 2 s more.
         wait_s = abs(self._due_s - now_s) if self._num_jobs else 0.0
         return max(self.fit.b, wait_s) + self.fit.a * num_blocks if num_blocks else wait_s
 
@@ -125,7 +125,7 @@ class Link:
         self._num_blocks += num_blocks
 
     def ended(self, num_blocks: int, num_done: int, start_s: float, end_s: float, now_s: float) -> None:
-        """Record that a job has ended, or that no request waits for it. If 0 blocks are done, keep the rate."""
+        """Record that a job has ended or is overdue. If 0 blocks are done, keep the rate."""
         self._num_jobs -= 1
         self._num_blocks -= num_blocks
         self._due_s = now_s + self.fit.a * self._num_blocks
@@ -140,7 +140,7 @@ class Link:
             self._close_sample()
 
     def _close_sample(self) -> None:
-        # Jobs that overlap share the link: each looks slow, only all of them together give its rate.
+        # Overlapping jobs share the link, so each looks slow; only all of them together show its rate.
         self.fit.record(self._sample_blocks, self._from_idle, self._end_s - self._begin_s)
         self._begin_s, self._from_idle = self._end_s, 0
         self._sample_blocks = self._sample_jobs = 0
@@ -158,7 +158,7 @@ class Link:
 
 
 class Source(Protocol):
-    """The source of a block below host memory: a tier, or a job that loads it already for another request."""
+    """The source of a block below host memory: a tier, or a job that already loads it for another request."""
 
     @property
     def link(self) -> Link | None:
@@ -177,8 +177,8 @@ _Block: TypeAlias = tuple[int, bytes, Source | None]
 class _Choice:
     """The decision for one request: its prefix is decided up to `seen_token`, and loaded up to `limit_token`.
 
-    It is extended to more tokens, until a cut ends it. At `give_up_s` it has waited for as long as computing takes.
-    `asked_token` is the farthest token from which on a tier had not answered.
+    Look-ups extend it to more tokens until it is cut. At `give_up_s`, the request has waited for as long as computing
+    takes. `asked_token` is the farthest token at which a tier had not answered yet.
     """
 
     seen_token: int = -1
@@ -239,7 +239,7 @@ class LoadArbiter:
     def report_prefills(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
         """Record the time of parts of prompts together, each with a first position and a number of tokens.
 
-        Invalid values are ignored, and a given rate is kept.
+        Invalid values are ignored; so are all values if the rate was configured.
         """
         is_valid = seconds > 0 and all(0 <= first <= _MAX_TOKENS and 0 < count <= _MAX_TOKENS for first, count in parts)
         if is_valid and not self._is_given:
@@ -290,7 +290,7 @@ class LoadArbiter:
         sources : list
             The sources of the first keys.
         is_unknown : bool
-            Whether a tier has not answered yet for the others.
+            Whether a tier has not answered yet for the other keys.
         now_s : float
             The manager's clock.
 
@@ -303,7 +303,7 @@ class LoadArbiter:
         ends = self._end_tokens(keys, num_before, req_context)
         if not choice.is_cut:
             if not is_unknown and ends[len(sources) - 1] > choice.seen_token:
-                # Blocks of earlier decisions are being loaded, or are here.
+                # Blocks of earlier decisions are loaded, or being loaded.
                 blocks = [block for block in zip(ends, keys, sources, strict=False) if block[0] > choice.seen_token]
                 self._decide(choice, blocks, now_s)
             elif is_unknown and ends[0] > max(choice.seen_token, choice.asked_token):
@@ -350,7 +350,7 @@ class LoadArbiter:
         first_token = max(blocks[0][0] - self._block_size, 0)
         num_kept, load_s, words = self._weigh(first_token, blocks, now_s)
         if num_kept and self.prefill.num_samples:
-            # Computing would be done by then, too.
+            # By then, computing would have ended, too.
             patience_s = max(load_s, self.compute_s(first_token, blocks[num_kept - 1][0]))
             choice.give_up_s = now_s + _PATIENCE * patience_s
         if num_kept == len(blocks):
@@ -380,7 +380,7 @@ class LoadArbiter:
         computed_s = self.compute_s(first_token, end_token)
         best_s, num_kept, num_seen, load_s = computed_s, 0, 0, 0.0
         queued: dict[Link, int] = {}
-        # Without both rates any comparison is a guess, and only a load teaches the link's.
+        # Without both rates, no comparison is possible, and only a load shows the link's rate.
         is_blind = not self.prefill.num_samples
         for source, group in groupby(blocks, key=itemgetter(2)):
             part = list(group)
@@ -388,7 +388,7 @@ class LoadArbiter:
             if source is not None and source.link is not None:
                 link = source.link
                 is_blind |= link.is_blind
-                # Blocks that are coming for another request need no place in the queue.
+                # Blocks that are already being loaded for another request do not lengthen the queue.
                 queued[link] = queued.get(link, 0) + (0 if source.is_coming else len(part))
                 load_s = max(load_s, link.load_s(queued[link], now_s))
             seconds = load_s + self.compute_s(part[-1][0], end_token)
@@ -415,7 +415,7 @@ def check_prefill_rate(name: str, value: object) -> dict[int, float]:
     """Return tokens per second by position.
 
     `value` is one rate for all positions, or maps some positions (in JSON, strings) to rates that do not increase.
-    Anything else is a ValueError with the option's `name`.
+    Other values raise a ValueError that names the option.
     """
     points = value.items() if isinstance(value, Mapping) else [(0, value)]
     rates: dict[int, float] = {}

@@ -38,7 +38,7 @@ class Backlog:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no block would be written even if the tier took it."""
+        """Whether no block waits to be written."""
         return not (self._keys or self.missed)
 
     def add(self, keys: Iterable[bytes]) -> None:
@@ -46,7 +46,7 @@ class Backlog:
         self.offer(reversed([*keys]))
 
     def offer_due(self, room: int) -> None:
-        """Offer the blocks that have to be written now, if the tier has room for so many."""
+        """Offer the blocks that must be written now, as many as the tier has room for."""
 
     def offer(self, keys: Iterable[bytes]) -> None:
         """Add keys; if there are too many, drop those that wait longest."""
@@ -128,7 +128,7 @@ class WriteBackBacklog(Backlog):
         for key in lost:
             del self.dirty[key]
         if lost:
-            # They were to be written before they leave: write more of them ahead from now on.
+            # They were evicted before they were written: double the number of blocks kept clean, up to all.
             self.num_dropped += len(lost)
             self._num_ahead = min(self._max_blocks, 2 * self._num_ahead)
         super().remove(keys)

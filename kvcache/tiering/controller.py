@@ -136,9 +136,9 @@ class HostBudget:
 
 
 class JobState(IntEnum):
-    """State of a job that has not ended, in this order.
+    """States of a job that has not ended, in the order in which it passes through them.
 
-    Of an overdue job the tier still has the host blocks. If the pool was reset since, they are withheld from it.
+    The tier still uses the host blocks of an overdue job. After a reset, these blocks are withheld from the pool.
     """
 
     UNSENT = 0
@@ -149,9 +149,9 @@ class JobState(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class TierJob:
-    """A job of a tier. It is sent at `sent_s`.
+    """A job of a tier, sent at `sent_s`.
 
-    `waiters` are the requests that asked for its blocks. `is_again`: its blocks were counted as dropped before.
+    `waiters` are the requests that asked for its blocks. `is_again`: its blocks are already counted as dropped.
     """
 
     job_id: int
@@ -169,7 +169,7 @@ class TierJob:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether no request waits for it any more."""
+        """Whether its deadline has passed, so that no request waits for it."""
         return self.state >= JobState.OVERDUE
 
     @property

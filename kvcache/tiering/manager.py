@@ -90,7 +90,7 @@ class TieredOffloadingManager(OffloadingManager):
     controllers : list of TierController
         Of the tiers, in order.
     arbiter : LoadArbiter or None
-        What decides between loading and computing, where a tier has an arbiter.
+        Decides between loading and computing; None if no tier has an arbiter.
 
     Raises
     ------
@@ -205,7 +205,7 @@ class TieredOffloadingManager(OffloadingManager):
         return READY if num_ready else ASK_AGAIN if ask_again else ABSENT
 
     def _is_ready(self, keys: list[bytes], req_context: ReqContext | None) -> bool:
-        """Count a hit if host memory has the one key; one compiled call tells, and needs no lock."""
+        """Return whether host memory has the one key, and count a hit. The compiled call needs no lock."""
         if req_context is None or not self._is_open or self.pool.locate(keys)[0] < 0:
             return False
         return self.pool.lookup(keys[0], req_context) is True
@@ -218,7 +218,7 @@ class TieredOffloadingManager(OffloadingManager):
         if not self._is_open:
             self.pool.count_lookup(len(keys))
             return 0, 0, False
-        # The first look-up of a step finds the blocks that have arrived since the last one.
+        # The first look-up of a step handles results, so that it finds the blocks that have arrived.
         if not self._has_results:
             self._has_results = True
             if any(controller.jobs for controller in self.controllers):
@@ -264,7 +264,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     @atomic
     def prepare_store(self, keys: Keys, req_context: ReqContext | None = None) -> PrepareStoreOutput | None:
-        # A request that may store nothing is told so while a reset waits for old jobs, too: the engine asks once.
+        # A request that may store nothing gets its answer even while a reset waits: the engine asks only once.
         if self._is_open or self.pool.ages.predates(req_context):
             return self._writing.reserve(as_key_list(keys), req_context)
         return None
@@ -351,7 +351,7 @@ class TieredOffloadingManager(OffloadingManager):
         version = self.version_of_reset(version)
         now_s = self._clock()
         self._is_open = False
-        # Not when the pool is empty: requests that begin until then are new.
+        # Counted now, not when the pool is empty: requests that begin in between are new.
         self.pool.ages.num_resets += 1
         if self.pool.events is not None:
             self.pool.events.clear()

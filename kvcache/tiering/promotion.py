@@ -1,6 +1,6 @@
-"""The way up: blocks that a request looks up and a tier holds are read into host memory.
+"""Promotion: read the blocks that a request looks up from a tier into host memory.
 
-A look-up that finds blocks below waits. The end of the step reserves host blocks for them and sends the jobs.
+A look-up that finds blocks in a tier waits. The end of the step reserves host blocks for them and sends the jobs.
 
 No request waits for ever: it waits only while a block that it asked for is being promoted, or is queued for promotion.
 A promotion that does not fit is cut, and the rest is a miss. One request tries to promote a key once, so two requests
@@ -58,12 +58,12 @@ class Promotion:
         self.num_loads = 0
 
     def find(self, keys: list[bytes], req_context: ReqContext | None) -> tuple[int, int, bool]:
-        """Return how many of the first keys are ready, how many behind them are coming, and whether to ask again.
+        """Return how many of the first keys are ready, how many behind them are being loaded, and whether to ask again.
 
         While blocks are coming, or a tier has not answered yet, the request waits:
 
-        1. If a job already reads the one key for this request, nothing has changed.
-        2. Count the first keys that are in host memory. After its deadline, a request gets these alone.
+        1. If a job already reads the only key for this request, the answer is the same as before.
+        2. Count the first keys that are in host memory. After its deadline, a request gets only these.
         3. Find the source of each next key, up to the first absent one: a job that reads it, or a tier that holds it.
         4. With an arbiter, leave out the keys that are computed sooner than loaded.
         5. Hold the ready blocks for the request, add it to the jobs' waiters, and note the rest for the step's end.
@@ -77,7 +77,7 @@ class Promotion:
         num_ready = self._pool.match_prefix(keys, req_context)
         if num_ready == len(keys) or not may_wait:
             return num_ready, 0, False
-        # A bounded number. The request waits for these first, and its next look-up finds more.
+        # Bound the work of a call. The request waits for these first, and its next look-up finds more.
         behind = keys[num_ready : num_ready + MAX_STEP_BLOCKS]
         if self._arbiter is None or req_context is None:
             sources, ask_again = self._sources_of(behind, request, now_s)
@@ -91,14 +91,14 @@ class Promotion:
                 in_tiers[key] = source
             elif source is not None:
                 source.waiters.add(req_context)
-        # Nothing is sent before the end of the step, when the blocks of all requests go in few large jobs.
+        # Jobs are sent at the end of the step, so that the blocks of all requests go in few large jobs.
         self._pending.wait(req_context, keys, num_ready, in_tiers, now_s)
         return num_ready, len(sources), ask_again
 
     def waits_for_store(self, key: bytes, req_context: ReqContext | None) -> bool:
-        """Return whether the engine stores a block that was not found, and the request may still wait for that.
+        """Return whether the engine is storing a block that was not found, and the request may still wait.
 
-        It waits no longer than for a tier: the request that stores the block may have been preempted.
+        The wait has the same limit as for a tier: the request that stores the block may have been preempted.
         """
         if self._pool.states([key]) != bytes([PENDING]) or key in self._job_of:
             return False
@@ -144,7 +144,7 @@ class Promotion:
         if arrived:
             done = [key for key in job.keys if key in arrived]
             ready = self._pool.commit(done, is_move=True)
-            # Before anything else can evict them.
+            # Hold them before another call can evict them.
             self._pending.hold(job.waiters, done)
             self._writing.offer(ready, job.controller)
 
@@ -155,8 +155,8 @@ class Promotion:
     def _worth_waiting(
         self, arbiter: LoadArbiter, behind: list[bytes], num_ready: int, req_context: ReqContext, now_s: float
     ) -> tuple[list[Source], bool]:
-        """Return the sources of the next keys, as far as these are loaded sooner than computed."""
-        # One decision for the whole prompt: an engine that asks key by key has given its keys.
+        """Return the sources of the next keys that load sooner than they are computed, and whether to ask again."""
+        # Decide for the whole prompt at once: an engine that asks key by key has reported all keys.
         run = arbiter.keys_to_weigh(behind, num_ready, req_context)[:MAX_STEP_BLOCKS]
         sources, ask_again = self._sources_of(run, self._pending.of(req_context), now_s)
         if not (sources or ask_again):
@@ -188,7 +188,7 @@ class Promotion:
                     places.append(len(sources))
                     below.append(key)
             sources.append(source)
-        # All together: asked for alone, each block of a long prefix would cost a call.
+        # Ask for all keys at once: for a long prefix, a call per block would be slow.
         holders, ask_again = self._ask_tiers(below, now_s) if below else ([], False)
         for place, controller in zip(places, holders, strict=False):
             sources[place] = controller
@@ -200,7 +200,7 @@ class Promotion:
         """Return the first tier that holds each of the first keys, and whether a tier must be asked again."""
         holders: list[TierController] = []
         num_lookups = 0
-        # Tiers that hold every other block would be asked once a block.
+        # Bounded, because tiers that hold every other block would be asked once per block.
         while len(holders) < len(keys) and num_lookups < _MAX_TIER_LOOKUPS:
             for controller in self._controllers:
                 num_lookups += 1
@@ -257,7 +257,7 @@ class Promotion:
                 self._load(controller, keys[part], block_ids[part], (request.req_context,), now_s)
 
     def _probe(self, cut: dict[Link, list[bytes]], now_s: float) -> None:
-        """Load a few blocks that were just cut, from time to time, to notice a link that got faster."""
+        """From time to time, load a few blocks that were just cut, to notice that a link became faster."""
         for controller in self._controllers:
             link = controller.link
             if link is None or link not in cut:

@@ -1,6 +1,6 @@
 """Channel: bytes over one connection, sent from and received into host memory, each answer within a deadline.
 
-A time limit on each read would never end for a server that sends a byte at a time.
+A limit on each read would never expire if a server sends one byte at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Receiver(io.RawIOBase):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
             self._wake_bytes = wake_bytes
         try:
-            # Or a stall near the end could double the time.
+            # Without this limit, a stall near the end could double the time.
             self.limit_wait()
             num_bytes = self._socket.recv_into(target)
         except TimeoutError:
@@ -57,7 +57,7 @@ class _Receiver(io.RawIOBase):
             raise self._too_late()
 
     def limit_wait(self) -> None:
-        """Let the next call of the socket wait until `end_s` at most."""
+        """Limit the next call of the socket to `end_s`."""
         self._socket.settimeout(max(_LEAST_S, self.end_s - time.monotonic()))
 
     def _too_late(self) -> WireError:
@@ -107,5 +107,5 @@ class Channel:
             raise WireError(f"the server took nothing for {self._receiver.timeout_s:.3g} s") from None
 
     def restart_clock(self) -> None:
-        """Give the next batch or answer the whole time."""
+        """Restart the time limit for the next batch or answer."""
         self._receiver.end_s = time.monotonic() + self._receiver.timeout_s

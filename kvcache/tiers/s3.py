@@ -67,14 +67,14 @@ REFUSED = frozenset(
     {"AccessDenied", "AccountProblem", "AllAccessDisabled", "InvalidAccessKeyId", "InvalidSecurity", "NotSignedUp"}
     | {"SignatureDoesNotMatch", "UnauthorizedAccess"}
 )
-"""Codes by which a store refuses the credentials for good; any other code may pass, so the engine starts."""
+"""Codes of refused credentials. Any other error may be temporary, so the engine starts."""
 # A wrong clock may be corrected later, so this is not a fault of the credentials.
 _SKEWED = re.compile("Request has expired|not yet valid")
 NOT_FOLLOWED = (
     *("AWS_SKIP_SIGNATURE", "AWS_REQUEST_PAYER", "AWS_S3_EXPRESS", "AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID"),
     *("AWS_SSE_BUCKET_KEY_ENABLED", "AWS_SSE_CUSTOMER_KEY_BASE64"),
 )
-"""Variables that the library reads for its own requests; those of `s3_wire` cannot follow them."""
+"""Environment variables that the library applies to its own requests, and `s3_wire` cannot."""
 # Statuses of a download that has come, of another request that was done, and of an object that exists.
 _LOADED, _DONE, _EXISTS = (200,), (200, 201, 204), (409, 412)
 _CLIENT_OPTIONS = ("bucket", "endpoint", "region", "timeout_s", "ca_file")
@@ -83,7 +83,7 @@ _WAIT_S = 1.0
 _DELETE_S = 30
 """How long one process deletes private blocks."""
 _DELETE_BYTES = 256 << 20
-"""Memory that an answer may take in this process; the library would take what a listing announces."""
+"""Memory for an answer in this process. Without a limit, the library allocates what a listing announces."""
 _DELETE = (
     "import json, sys\nfrom kvcache.tiers.s3 import S3Options, delete_under, limit_process\nlimit_process()\n"
     "options, start = json.loads(sys.argv[1])\n"
@@ -144,7 +144,7 @@ class S3Options(Options):
 
 
 class _QueryLoop(asyncio.SelectorEventLoop):
-    """The event loop of all queries, in a thread of its own: a new loop for each would need descriptors each time."""
+    """The event loop of all queries, in its own thread: a new loop for each query would need new descriptors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class S3Tier(SharedStoreTier):
             self._send("DELETE", name)
 
     def delete_older(self, prefix: bytes) -> bool:
-        # In a process of its own, which ends if an answer needs too much memory. It may go on after this call.
+        # Runs in its own process, which ends if an answer needs too much memory, and may continue after this call.
         if self._deletion is None:
             options = {name: getattr(self._options, name) for name in _CLIENT_OPTIONS}
             words = python_words(_DELETE, json.dumps([options, self._path(prefix)]))
@@ -390,7 +390,7 @@ def _store_of(values: S3Options) -> S3Store:
     client: Any = {"timeout": time_limit, "connect_timeout": time_limit}
     config: Any = {"unsigned_payload": True}
     if values.endpoint is not None:
-        # The environment may hold either of them, and the library prefers the second.
+        # The environment may set either name, and the library prefers the second.
         config["endpoint"] = config["aws_endpoint_url_s3"] = values.endpoint
         client["allow_http"] = (values.endpoint or "").startswith("http://")
     if values.region is not None:

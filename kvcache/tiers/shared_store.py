@@ -57,8 +57,8 @@ class Namespace:
     """Names and seals of one model's blocks in a shared store.
 
     Engines agree on both if they agree on the format, the fingerprint, the size of a block and the salt. A seal covers
-    the block's name, epoch included, and its payload. With a salt it is a keyed BLAKE3 digest, which no client forges
-    that does not know the salt. Without one it is an xxh3 that detects accidents. Its key cannot be derived from names.
+    the block's name, epoch included, and its payload. With a salt, it is a keyed BLAKE3 digest, which a client
+    cannot forge without the salt. Otherwise, it is an xxh3, which detects accidents only. Names do not reveal its key.
     Each name in the store begins with `prefix`.
     """
 
@@ -107,7 +107,7 @@ class SharedStoreTier(JobTier):
     fingerprint : mapping, optional
         Identifies the model and the geometry of the blocks.
     salt : str
-        A secret of one tenant's engines; without it, values cannot be forged by accident only.
+        A secret of one tenant's engines; without it, seals detect accidents, but no forgery.
     codec : Codec, optional
         Encodes the blocks.
     max_queued_bytes : int
@@ -174,25 +174,25 @@ class SharedStoreTier(JobTier):
 
     @abstractmethod
     def read_epoch(self) -> str | None:
-        """Return the value that is announced under `epoch_name`, None without one."""
+        """Return the value that is announced under `epoch_name`, or None."""
 
     @abstractmethod
     def announce_epoch(self, epoch: str, replace: bool) -> None:
-        """Write an epoch under `epoch_name`; unless `replace`, leave one that is there, in one step."""
+        """Write an epoch under `epoch_name`. Without `replace`, write atomically and only if it is absent."""
 
     @abstractmethod
     def get_values(self, names: list[bytes], batch: TierBatch, received: Callable[[int, Seal | None], None]) -> None:
         """Read the payloads of `names` into the buffers of `batch`.
 
         Call ``received(i, seal)`` once the i-th buffer is filled, with the seal that was stored with it, or None if the
-        value is of another length. A name without a call counts as absent.
+        value has another length. A name without a call counts as absent.
         """
 
     @abstractmethod
     def put_values(self, names: list[bytes], batch: TierBatch, seal: Callable[[int], bytes]) -> Sequence[int]:
         """Store the buffers of `batch` under `names`, each with ``seal(i)``; return a `BlockOutcome` per name.
 
-        Names that the store has stay as they are and are HELD, but for bad ones: see `is_bad`.
+        Existing names are HELD and not overwritten, except bad ones: see `is_bad`.
         """
 
     @abstractmethod
@@ -205,13 +205,13 @@ class SharedStoreTier(JobTier):
         """Connect, if that is not done yet; called at the start and every `maintain_interval_s`."""
 
     def delete_values(self, names: list[bytes]) -> None:
-        """Delete some names, which need not exist. Bad values stay without it, or if it raises, until stored again."""
+        """Delete names that may exist. Without it, or if it raises, bad values stay until they are stored again."""
 
     def delete_older(self, prefix: bytes) -> bool | None:
         """Delete all names that begin with `prefix`. Without it, the store itself must evict blocks of old epochs.
 
-        `maintain` calls it some time after a reset. Return False after a second or two: it is called again. If it
-        raises, the names stay for now; the next try is later after each failure.
+        `maintain` calls it some time after a reset. Return False after a second or two to be called again. If it
+        raises, it is called again, later after each failure.
         """
 
     # The rest is the same for every store.
@@ -221,7 +221,7 @@ class SharedStoreTier(JobTier):
         """Store, load and delete one block under a name of its own; return an error message, or ""."""
         tier: Any = None
         try:
-            # A model that no engine has, so that no engine's names are changed.
+            # A fingerprint that no engine has, so that the probe changes no engine's names.
             tier = cls.make(options, np.zeros((1, _PROBE_BYTES), np.uint8), {"check": secrets.token_hex(8)})
             reason: str = tier._probe()  # noqa: SLF001
             return reason
@@ -263,7 +263,7 @@ class SharedStoreTier(JobTier):
 
     @property
     def _sealed_weights(self) -> bytes:
-        """What a seal covers besides the name: the weights, if an epoch was announced that is not theirs."""
+        """The weights, if the announced epoch is another one: a seal covers them besides the name."""
         weights = self._own or self._namespace.epoch_of(self._start)
         return b"" if weights == self.epoch else weights.encode()
 
@@ -311,7 +311,7 @@ class SharedStoreTier(JobTier):
         names, buffers = [self.store_name(key) for key in batch.keys], batch.buffers
         weights = self._sealed_weights
         refused = [BlockOutcome.REFUSED] * len(names)
-        # After the names: a reset raises the generation before the epoch, so an old block never gets a new name.
+        # Checked after the names are made: a reset raises the generation first, so no old block gets a new name.
         if batch.generation != self.generation:
             return refused
         outcomes = self.put_values(names, batch, lambda i: self._namespace.seal(weights + names[i], buffers[i]))
@@ -322,7 +322,7 @@ class SharedStoreTier(JobTier):
         return outcomes
 
     def _try_to_delete(self, names: list[bytes]) -> None:
-        """Delete names if the store allows it: the other blocks of the batch are as good without that."""
+        """Try to delete names. A failure is noted, and does not affect the other blocks of the batch."""
         try:
             self.delete_values(names)
         except Exception as error:
@@ -337,7 +337,7 @@ class SharedStoreTier(JobTier):
         return replace(super().stats(), undeleted_blocks=sum(num_blocks for _, num_blocks in tuple(self._left)))
 
     def clear(self, generation: int) -> None:
-        """Begin the epoch of the reset, without the store; `maintain` deletes the blocks of a private one before it."""
+        """Begin the epoch of the reset without a call of the store. Later, `maintain` deletes an old private epoch."""
         num_stored = self._counts["stored_blocks"]
         if self._reset is not None and self._reset.kind is EpochKind.PRIVATE:
             self._left.append((self._own, num_stored - self._num_before))
@@ -354,7 +354,7 @@ class SharedStoreTier(JobTier):
                     return
             except Exception as error:
                 self._note_kept(error)
-                # One epoch that cannot be deleted does not keep the others.
+                # A failure to delete one epoch must not block the others.
                 self._left.rotate(-1)
                 self._again_s = time.monotonic() + self._pause_s
                 self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

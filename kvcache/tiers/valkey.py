@@ -56,7 +56,7 @@ CLIENT_ERRORS = (exceptions.ValkeyError, exceptions.ValkeyClusterException, exce
 """The roots of the client's own exceptions."""
 REFUSED: tuple[type[Exception], ...] = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 REFUSED += (exceptions.AuthenticationWrongNumberOfArgsError,)
-"""Errors of refused credentials, which end an engine's start; after any other it starts without the server."""
+"""Errors of refused credentials, which end an engine's start. After other errors, it starts without the server."""
 _SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 
 
@@ -324,7 +324,7 @@ class ValkeyTier(SharedStoreTier):
         try:
             yield
         except (*CLIENT_ERRORS, OSError, ValueError) as error:
-            # A cluster's client raises an error of its own after that of the last server.
+            # A cluster's client raises its own error, caused by that of the last server.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, REFUSED):
                 cause = cause.__cause__
@@ -425,7 +425,7 @@ def _address(url: str) -> str:
 
 def _client_of(values: ValkeyOptions) -> Any:
     if values.ca_file is not None:
-        # Without this, TLS would wait for a FIFO, and read a device for ever.
+        # Without this check, TLS would wait for a FIFO, or read a device without end.
         read_small_file(values.ca_file)
     options = {
         "socket_timeout": values.timeout_s,

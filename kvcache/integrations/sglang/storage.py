@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 Lengths = set[int]
 T = TypeVar("T")
 _KV, _MAMBA = "kv", "mamba"
-# Options that a fingerprint has only if they have another value. Names of pages of other servers stay as they are.
+# Options that are part of a fingerprint only if they have another value, so that other servers keep their page names.
 _IMPLIED = {
     "revision": None, "json_model_override_args": "{}", "quantization": None, "quantization_param_path": None,
     "modelopt_quant": None, "model_impl": "auto", "rl_quant_profile": None, "qsa_indexer_dtype": "auto",
@@ -323,10 +323,10 @@ class KVCacheStorage(HiCacheStorage):
     # Operation.
 
     def clear(self) -> bool:
-        """Forget this model's pages, and no others; return whether that is done.
+        """Forget this model's pages, and no others; return whether it succeeded.
 
-        Ranks that share pages share later ones, too, if SGLang clears all of them at the same time. No other server and
-        no later start finds these.
+        Ranks that share pages also share later ones if SGLang clears all ranks at the same time. Other servers and
+        later starts do not find these.
         """
         config = self._config
         self._num_clears += 1
@@ -372,7 +372,7 @@ def _replica_of(config: Any) -> tuple[int, int]:
 
 
 def _launch_store() -> Any:
-    """Return the store that only the processes of this launch have."""
+    """Return torch's key-value store of this launch, which no other process can reach."""
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
@@ -380,7 +380,7 @@ def _agree(topic: str, rank: int, num_ranks: int, wait_s: float) -> str | None:
     """Return a random name that all ranks of this launch get if all of them ask within `wait_s`; else None.
 
     The first rank draws the name only after all others have asked. So a rank that has missed a clear never gets the
-    name of another one, whose pages are of older weights.
+    name of another clear, whose pages are of older weights.
     """
     asked = [f"{topic}-{other}" for other in range(1, num_ranks)]
     try:
@@ -392,7 +392,7 @@ def _agree(topic: str, rank: int, num_ranks: int, wait_s: float) -> str | None:
             store.set(asked[rank - 1], "")
             store.wait([topic], wait)
         name: str = store.get(topic).decode()
-    except Exception as error:  # of any store of torch: the pages stay private
+    except Exception as error:  # any store of torch may raise; the pages stay private
         _LOG.warning("SGLang's storage: ranks share no page after this clear: %s: %s", type(error).__name__, error)
         return None
     return name
@@ -412,7 +412,7 @@ def _key(key: str) -> bytes:
 
 
 def _unusual() -> dict[str, str]:
-    """Return the options of SGLang that change the values of pages, and are set."""
+    """Return the options of SGLang that are set and change the values of pages."""
     try:
         options = get_model()
     except Exception:  # outside of a server

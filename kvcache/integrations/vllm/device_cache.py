@@ -1,7 +1,7 @@
-"""Blocks of before a reset that vLLM's device cache may still hold, which later requests find there and offer.
+"""Detect that vLLM's device cache may still hold blocks from before a reset, which later requests could offer.
 
-While requests run, vLLM's reset of its device cache does nothing and returns False. The connector is reset all the
-same, and is told neither this nor which blocks a request finds on the device.
+While requests run, vLLM's reset of its device cache does nothing and returns False. The connector is reset, but gets
+neither this result nor the blocks that a request finds on the device.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ _MAX_HEADS = 1 << 16
 
 
 class DeviceCache:
-    """Which requests may store, as all that they read from the device was computed after the last reset.
+    """Decides which requests may store: all blocks that they read from the device are newer than the last reset.
 
-    vLLM looks the first block of a prompt up only if it is not on the device. Then no block behind it is there either,
-    because the device evicts the tail of a prompt before its head: requests with this head store from then on. That
-    holds if `is_exact`: there is one group of KV caches, and an offloaded block is one block of the device. Otherwise
-    no request stores anything until a reset with no request on the device.
+    vLLM looks up the first block of a prompt only if the device does not hold it. Then the device holds no later block
+    either, because it evicts the tail of a prompt before its head. So requests with this head store from then on. This
+    needs `is_exact`: one group of KV caches, and offloaded blocks of one device block each. Otherwise, no request
+    stores anything until a reset while no request is on the device.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class DeviceCache:
         self._loading: set[str] = set()
         # The holders at the last reset, until the next step.
         self._suspects: set[str] | None = None
-        # First blocks of prompts that the device did not hold at some time since the reset. None: it holds newer ones.
+        # First blocks of prompts that the device lacked at some time since the reset. None: all its blocks are newer.
         self.heads: dict[bytes, None] | None = None
 
     def reset(self) -> None:
-        """Note a reset. If requests have blocks on the device, it may go on to hold blocks of before."""
+        """Note a reset. If requests have blocks on the device, it may keep blocks from before the reset."""
         is_stale = bool(self._holders or self._loading)
         self.heads = {} if is_stale else None
         self._suspects = self._holders.copy() if is_stale and not self._loading else None
@@ -43,7 +43,7 @@ class DeviceCache:
         new, preempted = ((), ()) if context is None else (context.new_req_ids, context.preempted_req_ids)
         self._holders.update(new)
         if self._suspects is not None:
-            # A step preempts some of the running requests, and only a reset all: then it has emptied the device.
+            # Only a reset preempts all running requests, and such a reset has emptied the device.
             if self._suspects.issubset(preempted):
                 self.heads = None
             self._suspects = None

@@ -1,4 +1,4 @@
-"""What identifies an engine's KV data: the fingerprint that its tiers and shared stores are opened with.
+"""Fingerprint of an engine's KV data, with which its tiers and shared stores are opened.
 
 A tier outlives its engine, and vLLM's block keys cover token ids and raw images only. So everything else that decides a
 block's bytes is part of the fingerprint: the weights, the code and the processor of the model, the resolved
@@ -32,8 +32,8 @@ from kvcache.integrations.vllm.weights import cache_path, digest_of_files
 # vLLM's log configuration covers loggers below its own name only.
 logger = init_logger(f"vllm.{__name__}")
 
-# Fields of vLLM's configuration that decide the bytes of a block: here those that each fingerprint says by a field of
-# its own. tests/vllm/test_identity_fields.py has the fields that decide no bytes, and fails if vLLM has another one.
+# Fields of vLLM's configuration that determine a block's bytes, and that fields of every fingerprint cover.
+# tests/vllm/test_identity_fields.py lists the fields that do not, and fails if vLLM has a field in no list.
 SAID = {
     "cache_config": "block_size cache_dtype hash_block_size is_attention_free kv_cache_dtype_skip_layers "
     "kv_cache_layout mamba_block_size mamba_cache_dtype mamba_page_size_padded mamba_ssm_cache_dtype "
@@ -52,8 +52,8 @@ SAID = {
     "attention_config": "backend backend_per_kind",
     "vllm_config": "quant_config",
 }
-# Fields that a fingerprint has only if their value is another than these, which were implied before it knew the field:
-# so other engines keep their directories and their names in stores. The name "envs" has environment variables.
+# Fields that are part of a fingerprint only if their value is not listed here. Earlier fingerprints implied the listed
+# values, so engines with them keep their directories and names in stores. "envs" has environment variables.
 IMPLIED: dict[str, dict[str, tuple[Any, ...]]] = {
     "cache_config": {
         "use_replayssm": (False,), "replayssm_buffer_len": (16,), "use_kda_recoverssm": (False,),
@@ -81,7 +81,7 @@ IMPLIED: dict[str, dict[str, tuple[Any, ...]]] = {
         "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": ("",),
     },
 }  # fmt: skip
-# Formats of which the loader reads the weights from the model's folder.
+# Formats whose loader reads the weights from the model's folder.
 _FORMATS_OF_FOLDER = (
     *("auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt"),
     *("runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
@@ -115,8 +115,8 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Return what distinguishes an engine's blocks from those of another model, configuration or geometry.
 
-    `config` is vLLM's OffloadingConfig. Without a `vllm_config`, the model is known by its name only, with a warning.
-    `weights_version` takes the place of the digest of the weight files. `caches` are those of `group_caches`.
+    `config` is vLLM's OffloadingConfig. Without a `vllm_config`, log a warning and name the model only.
+    `weights_version` replaces the digest of the weight files. `caches` is the result of `group_caches`.
     """
     parallel = config.parallel
     if vllm_config is None:
@@ -128,7 +128,7 @@ def fingerprint(
         model["lora"] = _some(vllm_config.lora_config, _OF_LORA)
         draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
         if draft is not None and draft is not vllm_config.model_config:
-            # The blocks hold the keys and values of its layers, too.
+            # Blocks also hold the keys and values of the draft model's layers.
             load_config = getattr(vllm_config.speculative_config, "draft_load_config", None)
             model["draft"] = _plain(_model_of(draft, load_config or vllm_config.load_config))
         model |= _unusual(vllm_config) | _formats_of(config, vllm_config, caches or group_caches(config))
@@ -154,7 +154,7 @@ def chunk_fingerprint(spec: Any, vllm_config: Any, weights_version: str | int | 
     The layout is that of vLLM's files: engines of another parallel topology share blocks if their bytes are equal.
     """
     identity = fingerprint(spec.config, vllm_config, weights_version, getattr(spec, "group_caches", None))
-    # Of one rank; FileMapper knows whether the ranks matter.
+    # Both depend on the ranks; FileMapper decides whether the ranks matter.
     del identity["parallel"], identity["bytes_per_block"]
     mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=True)
     return {**identity, "chunk": mapper.get_run_config(), "bytes_per_chunk": getattr(spec, "kv_bytes_per_chunk", 0)}
@@ -163,21 +163,21 @@ def chunk_fingerprint(spec: Any, vllm_config: Any, weights_version: str | int | 
 def engine_config() -> Any:
     """Return the `VllmConfig` of the engine that is making a spec, or None.
 
-    vLLM hands a spec a summary without the overrides, and sets its current configuration in workers only. In the
-    scheduler the connector that makes the spec has it: a local variable of a caller.
+    vLLM gives a spec a summary without the overrides, and sets its current configuration in workers only. In the
+    scheduler, the configuration is a local variable of the connector that makes the spec.
     """
     config = local_of_caller("vllm_config", "model_config")
     return get_current_vllm_config_or_none() if config is None else config
 
 
 def group_caches(config: Any) -> list[Any]:
-    """Return vLLM's description of the caches of each group of its OffloadingConfig `config`, as the scheduler has it.
+    """Return vLLM's spec of the caches of each group in its OffloadingConfig `config`, as the scheduler has it.
 
     Without a connector among the callers, return an empty list.
     """
     caches = local_of_caller("kv_cache_config", "kv_cache_groups")
     specs = [caches.kv_cache_groups[group.group_id].kv_cache_spec for group in config.groups] if caches else []
-    # A worker has the caches of all layers of a group, the scheduler that of the first one.
+    # A worker has the specs of all layers of a group, the scheduler has the first one.
     return [getattr(spec, "first_spec", spec) for spec in specs]
 
 
@@ -195,7 +195,7 @@ def _unusual(vllm_config: Any) -> dict[str, Any]:
 
 
 def _formats_of(config: Any, vllm_config: Any, caches: list[Any]) -> dict[str, Any]:
-    """Return the formats of the groups that differ from what `dtype` and `layout` say."""
+    """Return the formats of the groups that `dtype` and `layout` do not describe."""
     formats: dict[str, Any] = {}
     usual = str(STR_DTYPE_TO_TORCH_DTYPE.get(config.model.dtype, config.model.dtype))
     # A recurrent state has several tensors.
@@ -205,12 +205,12 @@ def _formats_of(config: Any, vllm_config: Any, caches: list[Any]) -> dict[str, A
         formats["dtypes"] = [[name.removeprefix("torch.") for name in names] for names in dtypes]
     speculative = vllm_config.speculative_config
     if speculative is not None and any(hasattr(cache, "dtypes") for cache in caches):
-        # It has room for drafts, too. It is padded to the size of attention, so the size does not show this.
+        # A state also has room for drafts. It is padded to the size of attention, so its size does not show them.
         formats["state_tokens"] = speculative.num_speculative_tokens
     if current_platform.is_cpu():
         from vllm.v1.attention.backends import cpu_attn
 
-        # The operations of a CPU choose the order of keys and values by its instructions.
+        # vLLM orders keys and values by the instructions that the CPU has.
         dtype, choose = vllm_config.model_config.dtype, cpu_attn._get_attn_isa  # noqa: SLF001
         kinds = [
             choose(dtype, cache.block_size, cache.head_size, config.model.dtype)
@@ -222,7 +222,7 @@ def _formats_of(config: Any, vllm_config: Any, caches: list[Any]) -> dict[str, A
         return formats
     layout = config.kv_cache_layout or ""
     if current_platform.is_rocm() or 0 <= layout.find("H") < layout.find("N"):
-        # On ROCm, attention backends order keys differently; others choose how many tokens of a head lie together.
+        # On ROCm, attention backends order keys differently; others choose how many tokens of a head are adjacent.
         attention = vllm_config.attention_config
         if attention.backend is not None or attention.backend_per_kind:
             formats["packing"] = [str(attention.backend), _plain(attention.backend_per_kind)]
@@ -234,7 +234,7 @@ def _formats_of(config: Any, vllm_config: Any, caches: list[Any]) -> dict[str, A
 def _model_of(model_config: Any, load_config: Any, weights_version: str | int | None = None) -> dict[str, Any]:
     try:
         hf_config = model_config.hf_config.to_diff_dict()
-    except Exception:  # of a class that cannot be built without arguments, such as that of EAGLE
+    except Exception:  # a class that cannot be built without arguments, such as EAGLE's
         hf_config = model_config.hf_config.to_dict()
     hf_config = _without(_NOT_OF_MODEL, hf_config)
     folder = _folder_of(model_config, load_config)
@@ -250,7 +250,7 @@ def _model_of(model_config: Any, load_config: Any, weights_version: str | int | 
     if folder is not None and (digest := _digest_of_texts(folder.glob("*processor_config.json"))):
         model["processor"] = digest
     if model["multimodal"] is not None:
-        # The keys cover raw images; another release may turn them into other inputs.
+        # Keys cover raw images; another release of a library may turn them into other inputs.
         model["multimodal"]["libraries"] = _versions_of(_OF_PROCESSORS)
     if getattr(model_config, "trust_remote_code", False):
         model["code"] = _code_of(model_config, load_config, folder)
@@ -296,10 +296,10 @@ def _folder_of(model_config: Any, load_config: Any) -> Path | None:
 
 
 def _snapshot(repository: Any, revision: str | None, cache_dir: str | None) -> Path | None:
-    """Return the folder of a repository in the hub's cache, which the engine has loaded; asks no server."""
+    """Return the folder of a repository that the engine has loaded into the hub's cache; no server is asked."""
     from huggingface_hub import snapshot_download
 
-    with suppress(Exception):  # of the hub's client: the name stands for the files then
+    with suppress(Exception):  # the hub's client may raise anything; the name then replaces the files
         return Path(snapshot_download(repository, revision=revision, cache_dir=cache_dir, local_files_only=True))
     return None
 
@@ -339,14 +339,14 @@ def _log_read(num_bytes: int) -> None:
 
 
 def _some(config: Any, names: tuple[str, ...]) -> Any:
-    """Return those of a config's fields that are set; None without a config."""
+    """Return the fields `names` of a config that are set; None without a config."""
     if config is None:
         return None
     return {name: _plain(value) for name in names if (value := getattr(config, name, None)) is not None}
 
 
 def _without(names: frozenset[str], config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config without these names, and without those that are None, at any depth."""
+    """Return a config without the fields `names`, and without those that are None, at any depth."""
     return {
         name: _without(names, value) if isinstance(value, dict) else value
         for name, value in config.items()
@@ -355,7 +355,7 @@ def _without(names: frozenset[str], config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it, a long one as a digest."""
+    """Return a value in types of JSON, or the digest of a long one."""
     text = json.dumps(value, sort_keys=True, default=_named)
     if len(text) > _MAX_TEXT:
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"

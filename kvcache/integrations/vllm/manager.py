@@ -71,7 +71,7 @@ class EngineRequest(ReqContext):
 
     @property
     def head(self) -> bytes:
-        """The first key that vLLM gave a position: of one group of KV caches, the prompt's first; empty without any."""
+        """The first key with a position, or empty. With one group of KV caches, it is the prompt's first key."""
         return next(iter(self.positions or ()), b"")
 
     def begin_transfer(self, keys: list[bytes], num_resets: int) -> None:
@@ -103,7 +103,7 @@ def engine_event(event: events.OffloadingEvent, medium: Medium, is_local: bool) 
 
 
 class KVCacheOffloadingManager(OffloadingManager):
-    """Adapter of a manager, which only this adapter drives, to vLLM's scheduler.
+    """Adapter of a manager to vLLM's scheduler. No other caller drives the manager.
 
     `spec_type` is vLLM's class for host blocks if its own worker copies them; None: ours. `info` holds the values of
     `info_keys`. `path_group` is the group of KV caches without a window, if the policy knows the windows of the others.
@@ -263,7 +263,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._num_resets += 1
         self._manager.reset_cache(version)
         self.device.reset()
-        # Without such a reset, look-ups cost no more.
+        # Replaced only now, so that look-ups are not slower before such a reset.
         self.lookup = self._lookup_and_note  # type: ignore[method-assign]
 
     def _lookup_and_note(self, key: bytes, req_context: Any) -> LookupResult:

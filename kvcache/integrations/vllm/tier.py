@@ -57,7 +57,7 @@ class _Request(EngineRequest):
         self._place_of: dict[bytes, int] = {}
         # Keys that the tier did not load: a second promotion would fail like the first one, and the request never run.
         self.failed: set[bytes] = set()
-        # Whether the tier has forgotten its blocks since it began: it stores nothing more.
+        # Whether the tier was reset after the request began. Such a request stores nothing more.
         self.predates_reset = False
 
     def keys_from(self, key: bytes) -> list[bytes]:

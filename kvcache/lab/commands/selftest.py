@@ -1,4 +1,4 @@
-"""`kvcache selftest`: whether kvcache works on this machine, as a table, a verdict and a file to send."""
+"""`kvcache selftest`: test kvcache on this machine, and report a table, a verdict and a file to send."""
 
 from __future__ import annotations
 

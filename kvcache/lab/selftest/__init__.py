@@ -1,1 +1,1 @@
-"""`kvcache selftest`: what works on this machine, shown by bytes, and how fast it is beside a bare copy."""
+"""`kvcache selftest`: compare bytes to show whether kvcache works on this machine, and measure its speed."""

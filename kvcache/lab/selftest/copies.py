@@ -1,8 +1,8 @@
-"""Bytes that kvcache's handlers move between a device and host memory, in random geometries and beside compute.
+"""Compare the bytes that kvcache's handlers copy between a device and host memory, in random layouts during compute.
 
-A wrong order of copies against the compute stream is the fault that shows nowhere but in the bytes. So a kernel writes
-the source while the copy is ordered, and other work reads the destination as soon as the copy is reported. A control
-leaves the order out, and must find bytes that differ: otherwise, the check would see nothing on this device.
+If a copy is not ordered against the compute stream, only the bytes show it. So a kernel writes the source while the
+copy is requested, and other work reads the destination as soon as the copy is reported. A control run omits the order
+and must find different bytes: otherwise, the check cannot detect a wrong order on this device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_POLLS, _LATE_S = 3, 30.0
 
 @dataclass(slots=True)
 class Compared:
-    """The bytes that were compared, and how many of them differed."""
+    """The number of compared bytes, and of those that differed."""
 
     num_bytes: int = 0
     num_different: int = 0
@@ -88,7 +88,7 @@ class Geometry:
         return torch.from_numpy(self.rng.integers(-128, 128, shape, np.int8)).to(self.device)
 
     def move(self, is_load: bool) -> None:
-        """Move the job's blocks, and return as soon as the handler reports that. RuntimeError: it fails, or is late."""
+        """Move the job's blocks, and return once the handler reports the end. RuntimeError: it fails or is late."""
         if not self.worker.transfer_async(0, self.job[::-1] if is_load else self.job):
             raise RuntimeError("a transfer was refused")
         end_s = time.monotonic() + _LATE_S
@@ -104,19 +104,19 @@ class Geometry:
             raise RuntimeError("a transfer failed")
 
     def check(self, compute: Callable[[], object], compared: Compared) -> None:
-        """Store what a queued kernel writes, overwrite it once the store is reported, load it back, and compare."""
+        """Store values that a queued kernel writes, overwrite them after the store, load them again, and compare."""
         written = [[self._random(*layer.shape) for layer in group] for group in self.layers]
         compute()
         for layers, values in zip(self.layers, written, strict=True):
             for layer, value in zip(layers, values, strict=True):
                 layer.copy_(value)
         self.move(is_load=False)
-        # The store is reported, so the engine may use the blocks again, at once.
+        # The store is reported, so the engine may reuse the blocks at once.
         for layers in self.layers:
             for layer in layers:
                 layer.fill_(7)
         compute()
-        # Queued before the load, so it reads what was there before.
+        # Queued before the load, so it must read the values from before the load.
         before = [[layer.clone() for layer in layers] for layers in self.layers]
         self.move(is_load=True)
         with torch.Stream(device=self.device) if self.device.type != "cpu" else torch.no_grad():
@@ -138,9 +138,9 @@ class Geometry:
 
 
 def check_copies(device: torch.device, seconds: float, compute: Callable[[], object] | None = None) -> Iterator[Row]:
-    """Yield whether all bytes arrive, and whether the check would see a wrong order; takes about `seconds`.
+    """Yield a row on the copied bytes, and one on whether a wrong order is detected; takes about `seconds`.
 
-    `compute` queues work on the device that takes some milliseconds; None: multiplications of matrices.
+    `compute` queues some milliseconds of work on the device; by default, it multiplies matrices.
     """
     compute = compute or multiplications(device)
     compared, end_s, num_geometries = Compared(), time.monotonic() + seconds, 0

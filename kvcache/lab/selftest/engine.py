@@ -1,6 +1,6 @@
-"""Small engines of a real vLLM: tokens and first tokens without kvcache, with it, and after a restart from the disk.
+"""Compare the first tokens of small vLLM engines, and their times, without kvcache, with it, and after a restart.
 
-Each engine is a process of its own, because a restart is measured. The models have random weights: no download.
+Each engine runs in its own process, because a restart is measured. Models have random weights, without a download.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIFE = {"users": 3, "turns": 2, "prefix_tokens": 1024, "message_tokens": 64, "b
 
 
 def check_engine(folder: Path, on_cpu: bool) -> Iterator[Row]:
-    """Yield whether engines below `folder` answer alike with kvcache and without, and how soon."""
+    """Yield whether engines answer alike with and without kvcache, and their times. Files go below `folder`."""
     if find_spec("vllm") is None:
         yield Row("vLLM", "is not installed here", SKIPPED)
         return
@@ -55,7 +55,7 @@ def _compared(name: str, lines: dict[str, list[dict[str, Any]]]) -> Row:
     tokens = {(line["turn"], line["user"]): line["token"] for line in lines["without"]}
     others = [line for life in ("memory", "restart") for line in lines[life]]
     num_wrong = sum(line["token"] != tokens[line["turn"], line["user"]] for line in others)
-    # A later turn begins with a prompt that was answered before; a first turn after a restart is held on the disk.
+    # Times of prompts that can hit: later turns repeat earlier prompts; after a restart, the disk has first turns.
     times = {life: [line["seconds"] for line in lines[life] if line["turn"] > 0] for life in ("without", "memory")}
     times["restart"] = [line["seconds"] for line in lines["restart"]]
     figures = {f"{life}_s": median(seconds) for life, seconds in times.items()}
@@ -78,10 +78,10 @@ def build_model(folder: Path, num_layers: int, window: int = 0) -> None:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1 << 16,
-        # So large that greedy tokens depend on the whole prompt.
+        # Large, so that greedy tokens depend on the whole prompt.
         "initializer_range": 0.2,
         "tie_word_embeddings": False,
-        # vLLM asks for a tokenizer's ids of special tokens, which a model without one does not have.
+        # vLLM needs the ids of special tokens, and the model has no tokenizer that defines them.
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
@@ -105,7 +105,7 @@ def prompts(users: int, turns: int, prefix_tokens: int, message_tokens: int) -> 
 
 
 def run_life(life: dict[str, Any], errors: Path) -> Iterator[dict[str, Any]]:
-    """Run one engine in a process, and yield a line for each turn. RuntimeError: the engine ends early.
+    """Run one engine in its own process, and yield its line for each turn. RuntimeError: the engine fails.
 
     `life` holds the arguments of `prompts`, `model` and its `num_groups` of KV caches, `kv_transfer_config`,
     `block_tokens`, `on_cpu`, and `settle_s`: the time after the last turn.
@@ -126,7 +126,7 @@ def _serve(life: dict[str, Any]) -> Iterator[dict[str, Any]]:
     os.environ.update({"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"})
     if life["on_cpu"]:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        # By default vLLM reserves one core for other threads, but two with a connector: none is left on two cores.
+        # vLLM reserves one core for other threads, or two with a connector: on a machine of two cores, none is left.
         cores = sorted(os.sched_getaffinity(0))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores[:-1] or cores)))
     from vllm import LLM, SamplingParams
@@ -137,7 +137,7 @@ def _serve(life: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "block_size": life["block_tokens"],
-        # Room for little more than one prompt: the engine's own cache must not answer.
+        # Room for little more than one prompt, so that the engine's own cache loses earlier prompts.
         "num_gpu_blocks_override": life["num_groups"] * -(-longest // life["block_tokens"]) + 4,
         "dtype": "float32",
         "max_model_len": longest,
@@ -155,7 +155,7 @@ def _serve(life: dict[str, Any]) -> Iterator[dict[str, Any]]:
         (output,) = engine.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         return time.perf_counter() - started_s, output.outputs[0].token_ids[0]
 
-    # The engine's own first use: a prompt of other tokens, as long as the shortest.
+    # Warm the engine up with a prompt of other tokens, as long as the shortest one.
     first_token([2] * len(turns[0][2]))
     for turn, user, prompt in turns:
         seconds, token = first_token(prompt)

@@ -1,7 +1,7 @@
-"""A tier whose process is killed in the middle of its writes: what it still holds must be whole.
+"""Kill the process of a tier during its writes, and check that all blocks in the tier are intact.
 
-Each round, a child fills the tier beyond its capacity and is killed; the tier is opened again, and every block that it
-says it holds is compared. The bytes of a block follow from its key.
+In each round, a child process writes more blocks than the tier can hold, and is killed. The tier is opened again, and
+every block that it returns is compared. The bytes of a block are computed from its key.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvcache.tiers.base.tier import host_rows
 BLOCK_BYTES = 256 << 10
 NUM_BLOCKS = 256
 _ROWS, _LATE_S = 32, 60.0
-# Beyond the capacity, so that blocks are evicted and slots written again.
+# More than the capacity, so that blocks are evicted and slots are overwritten.
 _NUM_KEYS = 4 * NUM_BLOCKS
 
 
 def check_kills(subject: str, entry: Mapping[str, Any], seconds: float) -> Iterator[Row]:
     """Yield whether the tier of an entry of ``tiers`` survives kills; takes about `seconds`.
 
-    The caller removes the folder of a disk. Blocks in a store have a fingerprint of this run, and are deleted.
+    The caller removes the folder of a disk tier. In a store, blocks have this run's own fingerprint, and are deleted.
     """
     fingerprint = {"selftest": secrets.token_hex(8)}
     end_s, num_rounds, num_compared, num_wrong, num_stored = time.monotonic() + seconds, 0, 0, 0, 0
@@ -50,13 +50,13 @@ def check_kills(subject: str, entry: Mapping[str, Any], seconds: float) -> Itera
 
 
 def keys_of(number: int) -> list[bytes]:
-    """Return the keys of one round; half of them are those of the round before."""
+    """Return the keys of one round; half of them are also keys of the previous round."""
     first = number * _NUM_KEYS // 2
     return [i.to_bytes(8, "big") for i in range(first, first + _NUM_KEYS)]
 
 
 def fill(row: np.ndarray[Any, Any], key: bytes) -> None:
-    """Write the bytes that follow from a key."""
+    """Fill a row with the bytes of the block of `key`."""
     words = row.view(np.uint64)
     np.multiply(np.arange(1, len(words) + 1, dtype=np.uint64), np.uint64(int.from_bytes(key, "big") * 2 + 1), out=words)
 
@@ -66,7 +66,7 @@ def _open(entry: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> Any:
 
 
 def _write_and_kill(entry: Mapping[str, Any], fingerprint: Mapping[str, Any], number: int) -> int:
-    """Run a child that writes, kill it, and return how many blocks it had stored. RuntimeError: it cannot write."""
+    """Run a child that writes, kill it, and return how many blocks it had stored. RuntimeError: it stored nothing."""
     words = [sys.executable, "-P", "-m", __spec__.name, json.dumps([dict(entry), dict(fingerprint), number])]
     # The child must find this package, whether it is installed or not.
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -86,7 +86,7 @@ def _write_and_kill(entry: Mapping[str, Any], fingerprint: Mapping[str, Any], nu
 
 
 def _compare(entry: Mapping[str, Any], fingerprint: Mapping[str, Any], number: int) -> tuple[int, int]:
-    """Open the tier again, load what it holds, and return how many blocks came back, and how many are wrong."""
+    """Open the tier again, load its blocks, and return how many it returned and how many of them are wrong."""
     tier = _open(entry, fingerprint)
     num_compared = num_wrong = 0
     expected = np.empty(BLOCK_BYTES, np.uint8)

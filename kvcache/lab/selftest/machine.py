@@ -1,4 +1,4 @@
-"""What a self-test found: the device, and the limits of memory, of shared memory and of the disk."""
+"""Rows on the machine: the device, and the limits of memory, shared memory and the file system."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def find_device(name: str | None) -> torch.device:
 
 
 def found(device: torch.device) -> Iterator[Row]:
-    """Yield what there is: versions, device, pinning, memory and shared memory."""
+    """Yield rows on versions, the device, memory, pinned memory and shared memory."""
     facts = {name: value for name, value in _environment(device).items() if value not in ("", None)}
     yield Row("found", ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()), OK, facts)
     left = memory_left()
@@ -46,14 +46,14 @@ def found(device: torch.device) -> Iterator[Row]:
     else:
         yield _pinning(device)
     shared = shutil.disk_usage(_SHARED_MEMORY)
-    # A container has 64 MiB by default, and a pool with tiers is a file there.
+    # A container has 64 MiB of shared memory by default, and a pool with tiers is a file there.
     advice = "" if shared.total > 64 << 20 else ": a pool with tiers needs more (docker run --shm-size)"
     text = f"{format_size(shared.free)} of {format_size(shared.total)} free{advice}"
     yield Row("shared memory", text, SKIPPED if advice else OK, {"free_bytes": shared.free, "bytes": shared.total})
 
 
 def file_system(path: Path) -> Row:
-    """Return the kind of file system of `path`, its room, and whether it takes direct I/O. OSError: it is read-only."""
+    """Return a row on the file system of `path`: kind, free space and direct I/O. OSError: it is read-only."""
     probe, is_direct = path / ".kvcache-selftest", False
     kinds = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -100,7 +100,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
 
 
 def _pinning(device: torch.device) -> Row:
-    """Allocate a small pool and pin it, where the device needs that."""
+    """Return a row on pinned memory: pin a small pool if the device needs pinned memory."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     allowed = "unlimited" if limit == resource.RLIM_INFINITY else format_size(limit)
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""How fast blocks move, beside the fastest way of this machine: one large copy, the link, a bare loop on the disk."""
+"""Rates of moved blocks, compared with the machine's best: one large copy, the link, a plain loop over a file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvcache.transfer.free_memory import memory_left
 
 _BLOCK_BYTES, _COPY_BLOCKS, _DISK_BLOCKS, _NUM_LAYERS = 2 << 20, 64, 64, 32
 _SLOW_RATIO = 0.5
-"""Below it, a rate is suspicious. Bare rates of one machine differ by less than half."""
+"""A rate below this share of the bare rate is suspicious. Bare rates of one machine differ by less than half."""
 _LANE_GB_PER_S = {"2.5": 0.25, "5.0": 0.5, "8.0": 0.985, "16.0": 1.97, "32.0": 3.94, "64.0": 7.56}
-"""Bytes a second of a PCIe lane, by the gigatransfers a second that the kernel names."""
+"""GB/s of a PCIe lane by its speed in gigatransfers a second, as the kernel reports it."""
 
 
 def copy_rates(device: torch.device) -> Iterator[Row]:
-    """Yield the rates of scattered blocks, beside one large copy of as many bytes and the device's link."""
+    """Yield the rates of scattered blocks, compared with one large copy of as many bytes and the device's link."""
     needed_bytes = 4 * _COPY_BLOCKS * _BLOCK_BYTES
     left = memory_left()
     if left is not None and left[0] < needed_bytes:
@@ -55,7 +55,7 @@ def copy_rates(device: torch.device) -> Iterator[Row]:
 
 
 def disk_rates(folder: Path) -> Iterator[Row]:
-    """Yield the rates of a disk tier below `folder`, beside a loop that writes and reads one file."""
+    """Yield the rates of a disk tier below `folder`, compared with a loop that writes and reads one file."""
     needed_bytes = 4 * _DISK_BLOCKS * _BLOCK_BYTES
     if shutil.disk_usage(folder).free < needed_bytes:
         yield Row("disk rates", f"not measured: they need {format_size(needed_bytes)} of disk", SKIPPED)
@@ -79,7 +79,7 @@ def _row(subject: str, text: str, reasons: list[str], figures: dict[str, Any]) -
 
 
 def _bare_rates(path: Path) -> tuple[float, float]:
-    """Write and read one file in pieces of a block, with direct I/O where there is; return bytes a second of both."""
+    """Write and read one file block by block, with direct I/O if possible; return both rates in bytes a second."""
     num_bytes = _DISK_BLOCKS * _BLOCK_BYTES
     buffer = mmap.mmap(-1, _BLOCK_BYTES)  # aligned, as direct I/O needs
     buffer.write(os.urandom(_BLOCK_BYTES))
@@ -106,7 +106,7 @@ def _bare_rates(path: Path) -> tuple[float, float]:
 
 
 def _link_rate(device: torch.device) -> float:
-    """Return the GB/s of a device's PCIe link in one direction as the kernel names it; 0: unknown."""
+    """Return the rate of a device's PCIe link in one direction in GB/s, as the kernel reports it; 0: unknown."""
     with suppress(Exception):  # another release of torch, or a container without this part of /sys
         found: Any = torch.cuda.get_device_properties(device)
         number = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

@@ -1,4 +1,4 @@
-"""The rows of a self-test's table, and what keeps names of hosts, users and paths out of them."""
+"""The rows of a self-test's table, without names of hosts, users and paths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OK, WRONG, SLOW, SKIPPED = "ok", "WRONG", "slow?", "skipped"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One finding: what was tried, what came out in words and in figures, and whether it is right."""
+    """One result: its subject, a text, a verdict and figures."""
 
     subject: str
     text: str
@@ -25,18 +25,18 @@ class Row:
 
 
 def guarded(subject: str, check: Callable[[], Iterator[Row]], names: list[str]) -> Iterator[Row]:
-    """Yield the rows of a check. If it raises, its last row says why, without the `names`."""
+    """Yield the rows of a check without the `names`. If it raises, yield a last row with the error."""
     try:
         for row in check():
             yield Row(row.subject, without(row.text, names), row.verdict, row.figures)
     except Exception as error:
-        # Whatever a device, a driver or a file system raises: the other checks go on.
+        # A device, driver or file system may raise anything; the other checks still run.
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         yield Row(subject, without(f"{type(error).__name__}: {text}", names), WRONG)
 
 
 def private_names(*paths: Path | None) -> list[str]:
-    """Return what must not stand in a report that is sent to others: paths, and the names of host and user."""
+    """Return the names to remove from a report that is sent to others: paths, and those of host and user."""
     names = [str(form) for path in (*paths, Path.home()) if path is not None for form in (path, path.absolute())]
     with suppress(Exception):  # a container may have a user without a name
         names.append(getpass.getuser())
@@ -44,7 +44,7 @@ def private_names(*paths: Path | None) -> list[str]:
 
 
 def without(text: str, names: list[str]) -> str:
-    """Return a text with `***` in the place of each name, on one line and of bounded length."""
+    """Return a text with each name replaced by `***`, on one line and of bounded length."""
     for name in names:
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "***", text)
     return " ".join(text.split())[:300]

@@ -20,12 +20,12 @@ _REFRESH_REQUESTS = 1000
 _LAST_S = datetime(2100, 1, 1, tzinfo=UTC).timestamp()
 _LONG_GAP_S = 300.0
 _MANY, _SHORT_S = 20, 10.0
-# More than a thousand accelerators compute; a tenth of what one computes.
+# Limits of plausible rates: more than a thousand accelerators compute, and a tenth of what one computes.
 _MOST_TOKENS_PER_S, _LEAST_TOKENS_PER_S = 1e7, 1e3
-# Fewer requests may well come from one person, whose engine is idle most of the time.
+# Fewer requests may come from one user, whose engine is mostly idle: then a low rate is plausible.
 _TRAFFIC = 1000
 _IDLE = 0.05
-# Numbers above count from 1970, others from the beginning of a trace.
+# Larger times count from 1970, smaller ones from the beginning of a trace.
 _FIRST_DATE_S = 1e8
 _SHOWN_NAMES = 5
 
@@ -82,7 +82,7 @@ def doubts(
 
 
 def lines_read(trace: TraceFile, compact: CompactTrace) -> list[str]:
-    """Return lines on what was read of a file, so that a wrong reading can be seen: requests, prompts and times."""
+    """Return lines on a file's requests, prompts and times, so that users notice a wrong reading."""
     reading = trace.reading
     parts = [f"{len(compact):,} requests"]
     if reading is not None and reading.models:

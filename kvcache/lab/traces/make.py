@@ -18,7 +18,7 @@ from kvcache.lab.traces.requests import Request, Tokenize, TraceFile
 class MadeTrace:
     """The result of `make_trace`.
 
-    `late_requests` were out of order and were sorted. `read` are lines on what was read, `doubts` on its times.
+    `late_requests` were out of order and were sorted. `read` and `doubts` are report lines: on the log, on its times.
     """
 
     block_size: int

@@ -51,7 +51,7 @@ _KEPT = ("tool_calls", "function_call", "name", "tool_call_id", "reasoning_conte
 _TEXTS = ("text", "content", "refusal")
 _CALLS = {"tool_use", "tool_call", "function_call", "functionCall", "toolUse", "json"}
 _RESULTS = {"tool_result", "tool_call_response", "functionResponse", "toolResult"}
-# Engines leave the thoughts of earlier turns out; a cache point marks a place, and is no content.
+# Engines leave out the reasoning of earlier turns; a cache point is a marker without content.
 _UNRENDERED = {"thinking", "redacted_thinking", "reasoning", "reasoningContent", "cachePoint", "thought"}
 _KNOWN = """
 _id account_id add_generation_prompt add_special_tokens allowed_openai_params allowed_token_ids answer answers
@@ -84,7 +84,7 @@ top_p total_cost toxic trace_id trace_state truncation truncation_side turn type
 usage_metadata use_beam_search user user_agent user_id verbosity version vllm_xargs watermarking web_search_options
 """
 KNOWN = frozenset(_KNOWN.split())
-"""Fields that are no part of a prompt. `text` is one only where it is an object, as in OpenAI's Responses."""
+"""Fields that are not part of a prompt; `text` only if it is an object, as in OpenAI's Responses."""
 
 
 def fields_of(named: Mapping[str, Any]) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ def _body(value: Any, name: str) -> Any:
 
 
 def _literal(text: str, name: str) -> list[Any]:
-    """Return the list in the text of a Python object, as pandas writes them to CSV."""
+    """Parse a list in Python's syntax, as pandas writes it to CSV."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -258,7 +258,7 @@ def _messages(items: list[Any], name: str) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a content of many parts; BadRecord if a part is no text."""
+    """Return the text of a content of many parts; BadRecord if a part is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):

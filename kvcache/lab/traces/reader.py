@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 ORACLE_GENERAL = struct.Struct("<IQIq")  # time in seconds, object, its size, the position of its next access
 _ANSWERS = ("output_length", "completion_tokens", "output_tokens")
 _CACHED_COUNTS = ("cache_read_input_tokens", "cache_creation_input_tokens", "cache_write_input_tokens")
-# Columns of accesses to other caches: a column `id` or `key` names an object only beside these.
+# Columns of access logs of other caches. A column `id` or `key` names an object only if all columns are among them.
 _ACCESSES = {*OBJECTS, "timestamp", "time", "clock_time", "size", "obj_size", "object_size", "op", "ttl"}
 _ACCESSES |= {"next_access_vtime", "tenant", "ns"}
 _LISTED_TOKENS = 512
@@ -80,7 +80,7 @@ _TRACES: dict[str, tuple[int, str, Callable[[dict[str, Any], int], tuple[Int64Ar
 
 
 class RecordReader:
-    """Reads records; the first good one settles the `format` and the `block_size`, the tokens of a request's block."""
+    """Reads records; the first valid one sets the `format` and the `block_size`, the tokens of a request's block."""
 
     def __init__(self, options: ReadOptions) -> None:
         self.format = ""
@@ -96,9 +96,9 @@ class RecordReader:
         self._salts: dict[str, int] = {}
 
     def read(self, record: Any, is_row: bool = False) -> list[Access]:
-        """Return the requests of a record: one, or one for each answer of a conversation; none if it is no request.
+        """Return the requests of a record: one, or one for each answer of a conversation; [] for other records.
 
-        Rows of a table may be accesses to another cache: an `object` in JSON is something else.
+        Only rows of a table may be accesses to another cache: in JSON, `object` has another meaning.
         """
         if isinstance(record, bytes):
             return [self._oracle(record)]
@@ -117,7 +117,7 @@ class RecordReader:
         return accesses
 
     def end(self) -> list[Access]:
-        """Return the requests that waited for the kind of their sessions; TraceError if counts are no prompts'."""
+        """Return the requests of sessions of a kind unknown so far; TraceError if counts are too small for prompts."""
         shortest, longest = self._counted.lengths
         if 0 < longest < SHORTEST_PROMPT:
             raise TraceError(
@@ -147,7 +147,7 @@ class RecordReader:
         return [self._of_model(named, Access(ids, input_length, output_length, time))]
 
     def _turn(self, named: dict[str, Any]) -> list[Access]:
-        """Return the request of a line with a session, and those that waited for it."""
+        """Return the requests that can be read after a line with a session: its own, and waiting ones."""
         listed = named.get("block_size") or (self._options.replayed and self._options.listed) or _LISTED_TOKENS
         if type(listed) is not int or listed < 1:
             raise BadRecord(f"block_size must be an int >= 1, got {shown(listed)}")
@@ -199,7 +199,7 @@ class RecordReader:
                 return [Access(ids, self._made_tokens, 0, self._clock.time_of(named, "s"))]
             usage = _usage(named)
             conversation, count = _first(named, CONVERSATIONS), _first(usage, COUNTS)
-            # Counts may stand beside text that is not the whole prompt; a tokenizer says that it is.
+            # Text beside counts may be a part of the prompt. If the user gives a tokenizer, it is the whole prompt.
             bodies = (*TOKENS, *(BODIES if self._options.tokenize else ()))
             has_prompt = _first(named, (name for name in bodies if name != conversation)) is not None
             if conversation is not None and count is not None and not has_prompt and _is_name(named[conversation]):
@@ -214,7 +214,7 @@ class RecordReader:
         length = count_of(usage[count], count)
         names = [count]
         if count == "input_tokens":
-            # Anthropic counts the tokens that its own cache held, or took in, beside the others.
+            # Anthropic counts the tokens that its own cache read or wrote separately.
             names += [name for name in _CACHED_COUNTS if usage.get(name) not in EMPTY]
             length += sum(count_of(usage[name], name) for name in names[1:])
         self._settle("counts")
@@ -259,9 +259,9 @@ class RecordReader:
         return access._replace(ids=np.asarray(access.ids, np.int64) ^ number) if number else access
 
     def _asked(self, chat: list[dict[str, Any]]) -> list[int]:
-        """Return the ends of the prompts in a chat: before each answer, if the chat ends with one.
+        """Return the ends of the prompts in a chat: before each answer if the chat ends with one, else its end.
 
-        If an earlier record is the beginning of the chat, its answers have had their requests already.
+        If an earlier record is the beginning of the chat, its answers are left out: they already have requests.
         """
         if chat[-1].get("role") != "assistant":
             return [len(chat)]
@@ -297,7 +297,7 @@ def _is_name(value: Any) -> bool:
 
 
 def _usage(named: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a record with the counts of its `usage`, or of that of its response."""
+    """Return a record with the token counts of its own `usage`, or of its response's `usage`."""
     for name in ("response_body", "response", "usage"):
         inner = parsed(named.get(name))
         inner = parsed(inner.get("usage")) if isinstance(inner, dict) and name != "usage" else inner
@@ -339,7 +339,7 @@ def ids_of(record: dict[str, Any]) -> Int64Array:
 
 
 def check_blocks(num_ids: int, num_tokens: int, block_size: int) -> None:
-    """Raise unless `num_ids` blocks have so many tokens, with the partial last block or without it."""
+    """Raise BadRecord unless `num_ids` blocks hold `num_tokens`, with or without the partial last block."""
     num_full, rest = divmod(num_tokens, block_size)
     if num_ids - num_full in (0, rest > 0):
         return

@@ -1,7 +1,7 @@
 """Read the fields of records: names, times, and the requests that a record wraps.
 
 Logs write one fact in many ways (`startTime`, `start_time`, an attribute of a span, a request in a proxy's record), so
-the readers of all formats ask here.
+the readers of all formats use this module.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def plain(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parsed(value: Any) -> Any:
-    """Return the list or object in a JSON text, as exports hold them; any other value as it is."""
+    """Parse a JSON text of a list or an object, as exports have it; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -101,7 +101,7 @@ def shown(value: object) -> str:
 
 
 class Clock:
-    """Reads the times of records: numbers in a unit, or ISO 8601, in `zone` where they name no other.
+    """Reads the times of records: numbers in a unit, or ISO 8601, in `zone` if they have no offset.
 
     `name` is the field that the last time was read from.
     """
@@ -112,7 +112,7 @@ class Clock:
         self._zone = zone
 
     def time_of(self, named: Mapping[str, Any], unit: str) -> float | None:
-        """Return the arrival of a record in seconds, or None; numbers count `unit` if nothing names another one."""
+        """Return the arrival of a record in seconds, or None; `unit` is the default unit of numbers."""
         value: Any = named.get(self.name)
         if value is None or value == "":
             fitting = named.keys() & TIMES.keys()
@@ -144,7 +144,7 @@ class Clock:
 
 
 def requests_in(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the requests of a record of a log, unwrapped: itself, or the spans or observations that it holds."""
+    """Yield the requests of a record of a log, unwrapped: the record itself, or its spans or observations."""
     named = plain(record)
     for name in _GROUPS:
         members = parsed(named.get(name))
@@ -211,13 +211,13 @@ def _with_attributes(named: dict[str, Any]) -> dict[str, Any]:
             spans.setdefault("prompt" if name == "messages" and isinstance(value, str) else name, value)
     whole = tree.get("input")
     if isinstance(whole, dict) and "value" in whole:
-        # The call as a whole stands in for messages that were not recorded one by one.
+        # If messages were not recorded one by one, use the input of the whole call.
         tree["input"] = None if spans.keys() & {"messages", "prompt", "prompts"} else whole["value"]
     return {name: value for name, value in tree.items() if name not in _ROOTS} | spans
 
 
 def _unwrapped(named: dict[str, Any], depth: int = 4) -> dict[str, Any]:
-    """Return a record with the fields of the request that it wraps; `is_request` says that there is one."""
+    """Return a record with the fields of the request that it wraps, and `is_request` if it wraps one."""
     for name in _WRAPPERS if depth else ():
         inner = parsed(named.get(name))
         if not isinstance(inner, dict) or not inner:
@@ -232,7 +232,7 @@ def _unwrapped(named: dict[str, Any], depth: int = 4) -> dict[str, Any]:
 
 
 def reason_to_leave_out(named: Mapping[str, Any], only: Mapping[str, str]) -> str:
-    """Return why a record is no request of an engine; "" if it is one. `only` has the fields that a user asks for."""
+    """Return why a record is left out, "" for an engine's request. `only` maps fields to the values to keep."""
     for name, expected in only.items():
         value: Any = named
         for part in (name,) if name in named else name.split("."):

@@ -61,11 +61,11 @@ Tokenize = Callable[[Any], Iterable[int]]
 class ReadOptions:
     """How to read a file.
 
-    `listed` are the tokens of a block that a trace lists, by default those of its format; `replayed` those of the
-    blocks that are made of a log, by default `listed`, else 16. `only` has fields and the values that records must
-    have; `prompt_fields` make up the prompt in place of those that the format names. Times that are numbers count
-    `time_unit`, and those in ISO 8601 without an offset are in `time_zone`. The first `shared_tokens` of counted
-    conversations are the same.
+    `listed` is the number of tokens of a block in a trace, by default that of its format; `replayed` that of a block
+    made from a log, by default `listed`, else 16. `only` maps fields to the values that records must have.
+    `prompt_fields` replaces the format's own fields of the prompt. Times that are numbers are in `time_unit`, and ISO
+    8601 times without an offset in `time_zone`. Prompts of counted conversations share their first `shared_tokens`
+    tokens.
     """
 
     listed: int | None = None
@@ -82,7 +82,7 @@ class ReadOptions:
 
 @dataclass(slots=True)
 class Reading:
-    """What was read of a file, for the first lines of a report.
+    """Facts on the records of a file, for the first lines of a report.
 
     Requests by `models` and by the fields of their `prompts`; records that were `left_out`, by reason; `ignored` fields
     that may be part of prompts; how many records were `expanded`, because they hold several requests.

@@ -179,7 +179,7 @@ def _vllm_requests(lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]
         tokens, prompt = _VLLM_TOKENS.search(text), _VLLM_PROMPT.search(text)
         if time and (tokens or prompt):
             has_prompt = True
-            # The log names no year; in one near 1970 reports show spans, not dates.
+            # The log has no year. In a year near 1970, reports show durations, not dates.
             record: dict[str, Any] = {"time": f"1972-{time[1]}"}
             if tokens:
                 record["prompt_token_ids"] = json.loads(tokens[1])

@@ -22,11 +22,11 @@ WHOLE = (
 
 
 SHORTEST_PROMPT = 16
-"""Fewer tokens are the new ones of a turn, not a whole prompt."""
+"""A smaller count is that of a turn's new tokens, not of a whole prompt."""
 
 
 class Access(NamedTuple):
-    """One request of a log; `time` is in seconds, None if it has none."""
+    """One request of a log; `time` is in seconds, None if it is unknown."""
 
     ids: list[int] | Int64Array
     input_length: int
@@ -93,8 +93,8 @@ class DeltaSessions:
 class SessionKind:
     """Decides whether lines with a session hold whole prompts or, as those of AIPerf and Dynamo, new tokens only.
 
-    All lines of a file are of one kind: `holds_deltas`, None until a line shows it. Lines of which only the session's
-    name is known wait.
+    All lines of a file are of one kind: `holds_deltas`, None until a line shows it. Lines wait in
+    `waiting` until it is known.
     """
 
     _MOST_WAITING = 10_000
@@ -130,7 +130,7 @@ class SessionKind:
             self.decide()
 
     def decide(self) -> None:
-        """Decide for a file of which no line shows it: deltas are the format that has sessions."""
+        """Decide if no line has shown the kind: sessions of several lines hold deltas."""
         if self.holds_deltas is None:
             if self._has_turns and not self._has_ids:
                 raise TraceError(

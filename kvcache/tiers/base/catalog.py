@@ -240,7 +240,7 @@ class SlotCatalog(Catalog):
             self._blocks.unpin(again)
             # A store that failed may have left the old record.
             self._deleted.update(set(again).difference(stored))
-            # A use undoes the end that `delete` has hinted.
+            # A use cancels the "end" hint of `delete`.
             self._blocks.touch(again)
         if self._bad:
             self._bad.difference_update(stored)

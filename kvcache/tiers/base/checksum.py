@@ -38,5 +38,5 @@ def wide_checksum(key: bytes, payload: Buffer, seed: int) -> bytes:
 
 
 def key_prefix(key: bytes, num_bytes: int) -> bytes:
-    """Return what a checksum covers before the payload of `num_bytes`."""
+    """Return the bytes that a checksum covers before the payload of `num_bytes`."""
     return _PREFIX.pack(len(key), num_bytes) + key

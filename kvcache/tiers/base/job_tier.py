@@ -328,7 +328,7 @@ class JobTier(Medium, Tier):
             outcomes = self.put(batch) if self._stage is None else self._stage.put(batch, self.put)
         finally:
             if self.wear is not None:
-                # Not where the scheduler reads the end, because at a shutdown it does not. A write that failed may have
+                # Counted here, because the scheduler does not read results at a shutdown. A failed write may have
                 # reached the disk.
                 self.wear.spend(len(batch.keys) - (outcomes or []).count(BlockOutcome.HELD))
         return outcomes

@@ -28,8 +28,8 @@ _START_S = 60.0
 _SPARE_S = 120.0
 """A budget of at least the growth of this time covers every block; a smaller one only blocks of better classes."""
 _AHEAD_S = 300.0
-"""The growth of at least this time, or a block, may be spent before the next record. A kill loses it, so none is spent
-twice."""
+"""The budget of at least this time, or one block, may be spent before the next record. A kill loses it, so that it is
+never spent twice."""
 _MAGIC = b"kvwear 1"
 _RECORD = struct.Struct("<8s4d8s")
 
@@ -69,9 +69,9 @@ def _boot_id() -> bytes:
 class Wear:
     """Writes of a disk of `num_blocks` blocks: those of the last day, and the budget for later ones.
 
-    Without a call of `limit`, the budget is unlimited. If it is kept in a record on the disk, about each `record_s`
-    seconds, it may be spent only as far as `keep` allows. `clock` is monotonic, in seconds. Any thread may call the
-    methods.
+    Until `limit` is called, the budget is unlimited. With `record_s`, it is recorded on the disk about every `record_s`
+    seconds, and only the part that `keep` allows may be spent. `clock` is monotonic, in seconds. Any thread may call
+    the methods.
     """
 
     def __init__(
