@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -209,6 +210,14 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as folder:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         yield Path(folder)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def process_folder() -> Iterator[None]:
+    """The folder in which a `multiprocessing.Manager` listens: its path is short, too."""
+    with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as folder:
+        multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+        yield
 
 
 @pytest.fixture
