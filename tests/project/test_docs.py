@@ -185,7 +185,7 @@ def test_every_shown_command_has_its_options(page):
 
 
 @every_page
-def test_every_shown_command_runs_or_is_listed(page, tmp_path):
+def test_shown_command_runs_or_is_listed(page, tmp_path):
     """Commands in console blocks run above; here those in the text, as far as they name nothing of the reader."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     makefile = (ROOT / "Makefile").read_text() if (ROOT / "Makefile").exists() else ""
