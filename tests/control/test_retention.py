@@ -156,6 +156,35 @@ def test_block_of_another_store_stays(manager: Any) -> None:
     assert not {A, B} & set(drained(manager)[:5])
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_block_stored_again_is_own(manager: Any, fails: bool) -> None:
+    manager.prepare_store([A], ReqContext())
+    manager.touch([A], ReqContext())
+    manager.complete_store([A], not fails)
+    if not fails:
+        fill = [b"fill %d" % i for i in range(8)]
+        stored(manager, fill, ReqContext())
+        manager.hint(fill, "end")
+    serve(manager, [B])
+    serve(manager, [A], "end")
+    left = drained(manager)
+    assert left.index(A) < left.index(B)
+
+
+def test_use_without_request_spares_block(manager: Any) -> None:
+    context = stored(manager, [A, B], hinted("end"))
+    manager.touch([A])
+    serve(manager, [C])
+    manager.on_request_finished(context)
+    assert drained(manager) == [B, C, A]
+
+
+def test_end_waits_for_running_request(manager: Any) -> None:
+    serve(manager, [A])
+    manager.hint(stored(manager, [B], ReqContext()), "end")
+    assert drained(manager) == [A, B]
+
+
 def test_busy_blocks_take_their_place_later(manager: Any) -> None:
     context = hinted("end")
     manager.prepare_store([A, B, C], context)
