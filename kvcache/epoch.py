@@ -45,7 +45,7 @@ class Epoch:
     def of_version(cls, version: str | int) -> Self:
         """Return the epoch of named weights; 5 and "5" are one version. ValueError: the version is invalid."""
         text = str(check_version(version))
-        # It is written to a tier's header, whose length is limited. No short version is as long as a digest's text.
+        # A tier's header has a limited length. A digest's text is longer than any version that is kept as it is.
         is_short = len(text) <= _MAX_NAME
         return cls(EpochKind.VERSION, text if is_short else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
 

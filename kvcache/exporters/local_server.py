@@ -14,7 +14,7 @@ from kvcache.background import STOP_S, Background, after_fork
 
 _LOG = logging.getLogger(__name__)
 _QUEUE_SIZE = 64
-_LOOK_S = 0.5  # between two looks for connections that are too old
+_LOOK_S = 0.5  # between two checks for connections that are too old
 
 
 class LocalServer:
@@ -101,7 +101,7 @@ class LocalServer:
                 stopping.wait(0.02)  # without descriptors, the socket stays ready
                 continue
             with self._changed:
-                # A dropped client that still computes keeps its thread: dropping more would not free one sooner.
+                # A dropped client keeps its thread while it computes, so dropping more clients would not free a thread.
                 self._drop(len(self._since_s) + 1 - self.max_clients)
                 self._changed.wait_for(lambda: self.num_threads < self.max_clients, self.wait_s)
                 self._since_s[client] = time.monotonic()

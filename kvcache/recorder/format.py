@@ -74,7 +74,7 @@ class FrameEncoder:
         self._num_requests = FIRST_CONTEXT
         # The number of each request, and its positions that were encoded so far.
         self._requests: weakref.WeakKeyDictionary[ReqContext, tuple[int, Any, int]] = weakref.WeakKeyDictionary()
-        # Open requests, and those of before the last reset: a manager stores nothing more of them.
+        # Open requests, and those from before the last reset, of which a manager stores nothing more.
         self._open: weakref.WeakSet[ReqContext] = weakref.WeakSet()
         self._old: weakref.WeakSet[ReqContext] = weakref.WeakSet()
 

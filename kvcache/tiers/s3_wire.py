@@ -112,7 +112,7 @@ class BucketClient:
     ) -> Answer:
         url = urlsplit(obstore.sign(self._store, method, path, _VALID))
         if url.scheme != "https" and not self._allows_http:
-            # The environment may name it, and the library refuses it for its own requests.
+            # The environment may set such an address, which the library refuses for its own requests.
             raise ValueError(f"{url.scheme}://{url.netloc} is not encrypted: to use it, name it as the option endpoint")
         head = f"{method} {url.path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\nUser-Agent: kvcache\r\n"
         if method == "PUT":

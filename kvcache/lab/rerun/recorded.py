@@ -216,7 +216,7 @@ class Runner:
                 context.set_offload_key_position(key, end_token)
 
     def _without_removed(self, hint: Any) -> Any:
-        """Return a recorded hint as this version reads it. An older one has a priority and a TTL, given or not."""
+        """Return a recorded hint as this version reads it. Hints of older versions also have a priority and a TTL."""
         if not isinstance(hint, dict) or hint.get("priority") is None:
             return hint
         self.removed |= {name for name in ("priority", "ttl_s") if hint.get(name)}

@@ -206,7 +206,7 @@ def _run_processes(
     total = max(1e-9, float(work.sum()) * len(trace.ids))
     # Only a process that ends returns all of its memory.
     is_large = len(trace.ids) > _MANY_IDS
-    # The processes import nothing from the working directory, which may be open to others.
+    # The processes import nothing from the working directory, which others may write to.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1 if is_large else None) as pool:

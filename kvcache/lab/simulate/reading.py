@@ -20,7 +20,7 @@ _REFRESH_REQUESTS = 1000
 _LAST_S = datetime(2100, 1, 1, tzinfo=UTC).timestamp()
 _LONG_GAP_S = 300.0
 _MANY, _SHORT_S = 20, 10.0
-# Limits of plausible rates: more than a thousand accelerators compute, and a tenth of what one computes.
+# Limits of plausible rates: above that of a thousand accelerators, and a tenth of that of one.
 _MOST_TOKENS_PER_S, _LEAST_TOKENS_PER_S = 1e7, 1e3
 # Fewer requests may come from one user, whose engine is mostly idle: then a low rate is plausible.
 _TRAFFIC = 1000

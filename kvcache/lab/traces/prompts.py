@@ -214,7 +214,7 @@ def _tokens(value: list[Any], name: str) -> list[int]:
 
 
 def _joined(items: list[Any]) -> Any:
-    """Return one prompt of its parts: texts become messages beside messages, and lines of one text otherwise."""
+    """Join the parts of a prompt: token ids, texts as lines, or messages, to which texts are added as messages."""
     if all(isinstance(item, list) and not any(isinstance(one, dict) for one in item) for item in items):
         return [token for item in items for token in item]
     if all(isinstance(item, str) for item in items):
@@ -222,7 +222,7 @@ def _joined(items: list[Any]) -> Any:
     chat: list[dict[str, Any]] = []
     last_chat = max(i for i, item in enumerate(items) if not isinstance(item, str))
     for i, item in enumerate(items):
-        # A text before the messages is an instruction for all of them.
+        # A text before the messages is a system message.
         role = "system" if i < last_chat else "user"
         for message in [{"role": role, "content": item}] if isinstance(item, str) else item:
             if type(message) is int:

@@ -39,7 +39,7 @@ _VLLM_TOKENS = re.compile(r"prompt_token_ids: (\[[\d, ]+\])")
 def open_trace(
     path: str | os.PathLike[str], options: ReadOptions | None = None, users: int = 40, seed: int = 0
 ) -> TraceFile:
-    """Open a file of requests, or recorded sessions, which `users` people repeat."""
+    """Open a file of requests, or recorded sessions that `users` people repeat."""
     options = options or ReadOptions()
     if Path(path).is_dir():
         return SessionTrace(path, users, seed, options.skip_bad)
@@ -54,7 +54,7 @@ def open_trace(
 
 
 class Trace(TraceFile):
-    """The requests of a file, in file order; the first good record settles the format.
+    """The requests of a file, in file order; the first valid record sets the format.
 
     The file is plain, gzip or zstd, detected by its first bytes; ``-`` is standard input. A line whose ids and tokens
     do not agree with its block size is bad. Bad lines raise TraceError, or are counted in `num_skipped` if
@@ -89,12 +89,12 @@ class Trace(TraceFile):
 
     @property
     def format(self) -> str:  # type: ignore[override]
-        """The format that the first good record has."""
+        """The format of the first valid record."""
         return self._reader.format
 
     @property
     def block_size(self) -> int:  # type: ignore[override]
-        """The tokens of a block of a request."""
+        """The number of tokens of a request's block."""
         return self._reader.block_size
 
     def close(self) -> None:
