@@ -20,12 +20,12 @@ class ContentTier(MemoryTier):
 
     def submit_store(self, job_id, keys, block_ids):
         self.contents = getattr(self, "contents", {})
-        self.contents.update((key, ENGINE._host[block_id]) for key, block_id in zip(keys, block_ids, strict=True))
+        self.contents.update((key, ENGINE._host[block_id, 0]) for key, block_id in zip(keys, block_ids, strict=True))
         return super().submit_store(job_id, keys, block_ids)
 
     def submit_load(self, job_id, keys, block_ids):
         for key, block_id in zip(keys, block_ids, strict=True):
-            ENGINE._host[block_id] = self.contents[key]
+            ENGINE._host[block_id, 0] = self.contents[key]
         return super().submit_load(job_id, keys, block_ids)
 
 

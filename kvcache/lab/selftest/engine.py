@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvcache.background import python_words
 from kvcache.lab.selftest.rows import OK, SKIPPED, WRONG, Row
 
 VOCABULARY = 512
@@ -110,7 +111,8 @@ def run_life(life: dict[str, Any], errors: Path) -> Iterator[dict[str, Any]]:
     `life` holds the arguments of `prompts`, `model` and its `num_groups` of KV caches, `kv_transfer_config`,
     `block_tokens`, `on_cpu`, and `settle_s`: the time after the last turn.
     """
-    words = [sys.executable, "-P", "-m", __spec__.name, json.dumps(life)]
+    # vLLM starts processes of its own from this one, so the code must not run again in them.
+    words = python_words(f"if __name__ == '__main__':\n    from {__name__} import main\n    main()", json.dumps(life))
     with errors.open("w") as file, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=file, text=True) as process:
         for line in process.stdout or ():
             if line.startswith('{"turn"'):
@@ -164,6 +166,7 @@ def _serve(life: dict[str, Any]) -> Iterator[dict[str, Any]]:
     time.sleep(life["settle_s"])
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the engine of the command line's settings, and print a line for each turn."""
     for turn in _serve(json.loads(sys.argv[1])):
         print(json.dumps(turn), flush=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.assembly.assemble import parse_tier
+from kvcache.background import python_words
 from kvcache.lab.selftest.rows import OK, SKIPPED, WRONG, Row
 from kvcache.tiers.base.tier import host_rows
 
@@ -67,8 +67,8 @@ def _open(entry: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> Any:
 
 def _write_and_kill(entry: Mapping[str, Any], fingerprint: Mapping[str, Any], number: int) -> int:
     """Run a child that writes, kill it, and return how many blocks it had stored. RuntimeError: it stored nothing."""
-    words = [sys.executable, "-P", "-m", __spec__.name, json.dumps([dict(entry), dict(fingerprint), number])]
-    # The child must find this package, whether it is installed or not.
+    given = json.dumps([dict(entry), dict(fingerprint), number])
+    words = python_words(f"from {__name__} import write\nimport json\nwrite(*json.loads(sys.argv[1]))", given)
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stderr is not None
@@ -125,7 +125,7 @@ def _forget(entry: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
         tier.shutdown()
 
 
-def _write(entry: Mapping[str, Any], fingerprint: Mapping[str, Any], number: int) -> None:
+def write(entry: Mapping[str, Any], fingerprint: Mapping[str, Any], number: int) -> None:
     """Fill the tier, and print after each job how many blocks are stored."""
     tier = _open(entry, fingerprint)
     keys = keys_of(number)
@@ -136,7 +136,3 @@ def _write(entry: Mapping[str, Any], fingerprint: Mapping[str, Any], number: int
             fill(tier.host_rows[row], key)
         num_stored += len(_run(tier, tier.submit_store, part))
         print(num_stored, flush=True)
-
-
-if __name__ == "__main__":
-    _write(*json.loads(sys.argv[1]))
