@@ -341,7 +341,8 @@ class ValkeyTier(SharedStoreTier):
         for is_last in (False, True):
             client = self._server()
             try:
-                if self._is_moved:
+                # Another batch may be reading the topology, so a second try reads it in any case.
+                if is_last or self._is_moved:
                     self._is_moved = False
                     client.nodes_manager.initialize()
                 for server, positions in self._route(client, names):
