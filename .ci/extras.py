@@ -36,6 +36,7 @@ PAGES = {
     "docs/howto/dataplane.md": "cli",
     "docs/howto/engine.md": "",
     "docs/howto/exporter.md": "",
+    "docs/howto/gpu.md": "cli",
     "docs/howto/lmcache.md": "cli,disk,prometheus",
     "docs/howto/node.md": "cli",
     "docs/howto/operate.md": "cli,prometheus",
