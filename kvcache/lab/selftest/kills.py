@@ -31,7 +31,7 @@ _NUM_KEYS = 4 * NUM_BLOCKS
 def check_kills(subject: str, entry: Mapping[str, Any], seconds: float) -> Iterator[Row]:
     """Yield whether the tier of an entry of ``tiers`` survives kills; takes about `seconds`.
 
-    The caller removes the folder of a disk tier. In a store, blocks have this run's own fingerprint, and are deleted.
+    The caller removes the folder of a disk tier. In a store, blocks have this run's own fingerprint, and may stay.
     """
     fingerprint = {"selftest": secrets.token_hex(8)}
     end_s, num_rounds, num_compared, num_wrong, num_stored = time.monotonic() + seconds, 0, 0, 0, 0
