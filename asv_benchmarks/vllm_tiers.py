@@ -80,9 +80,7 @@ def transfer_s(
 
 
 @contextmanager
-def both_tiers(
-    folder: Path, chunk_bytes: int, num_blocks: int, num_threads: int = 4
-) -> Iterator[dict[str, Any]]:
+def both_tiers(folder: Path, chunk_bytes: int, num_blocks: int, num_threads: int = 4) -> Iterator[dict[str, Any]]:
     """Make vLLM's manager over its fs tier, and over ours."""
     from engine_tiering import EngineTiering, tier_config
 

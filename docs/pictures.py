@@ -40,7 +40,7 @@ from kvcache.lab.simulate.tiered import PatientManager
 from kvcache.lab.traces.chats import ChatWorkload
 from kvcache.lab.traces.keys import KeyMaker
 from kvcache.metrics import HistogramData
-from kvcache.tiers.memory import MemoryTier
+from kvcache.tiers.memory import MemoryOptions, MemoryTier
 
 DOCS = Path(__file__).parent
 STATIC = DOCS / "_static"
@@ -201,7 +201,7 @@ def draw_copies() -> None:
 def draw_top() -> None:
     """Draw a frame of `kvcache top` of a manager with a tier that serves generated chats."""
     host_blocks = np.zeros((1000, 64 << 10), np.uint8)
-    manager = PatientManager(16, 1000, [MemoryTier(4000, host_blocks)], "lru")
+    manager = PatientManager(16, 1000, [MemoryTier(MemoryOptions(4 * host_blocks.nbytes), host_blocks)], "lru")
     telemetry = Telemetry(manager, block_bytes=host_blocks.shape[1], time_calls=True)
     replay, make_keys = Replay(manager), KeyMaker()
     with tempfile.TemporaryDirectory() as folder:
@@ -225,7 +225,7 @@ def draw_dashboard() -> None:
     """Draw panels of the dashboard over an hour of generated chats, which a manager with a tier serves in seconds."""
     host_blocks = np.zeros((2000, 64 << 10), np.uint8)
     arrivals = ReplayClock()
-    manager = PatientManager(16, 2000, [MemoryTier(8000, host_blocks)], clock=arrivals)
+    manager = PatientManager(16, 2000, [MemoryTier(MemoryOptions(4 * host_blocks.nbytes), host_blocks)], clock=arrivals)
     telemetry = Telemetry(manager, block_bytes=host_blocks.shape[1], time_calls=True)
     replay, make_keys, snapshots, taken_s = Replay(manager, arrivals=arrivals), KeyMaker(), [], []
     for chat in ChatWorkload(num_requests=100_000, seed=1, chats_per_s=0.1):

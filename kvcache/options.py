@@ -327,7 +327,7 @@ class Configurable:
         Parameters
         ----------
         options : Options
-            An object of `options_type`. The constructor gets its `arguments`.
+            An object of `options_type`. The constructor of a tier gets it, those of others its `arguments`.
         *context
             For a tier, `host_blocks` (the pool, uint8 or int8, shape (num_blocks, block_bytes)) and `fingerprint` (a
             mapping that identifies the model and the geometry of the blocks). For a codec, the bytes of a block; 0: not

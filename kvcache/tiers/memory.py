@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kvcache.options import Component, Options, check_int, option, parse_policy, parse_size, parse_threads
-from kvcache.tiers.base.codec import Codec, make_codec, parse_codec, stored_form
+from kvcache.options import Component, Options, option, parse_policy, parse_size, parse_threads
+from kvcache.tiers.base.codec import make_codec, parse_codec, stored_form
 from kvcache.tiers.base.job_tier import JobTier, TierBatch
 from kvcache.transfer.free_memory import check_memory
 
@@ -34,49 +34,40 @@ class MemoryTier(JobTier):
 
     Parameters
     ----------
-    num_blocks : int
-        Blocks that it holds; the memory is taken as they are first written.
+    options : MemoryOptions
+        Its capacity, taken as blocks are first written, and the rest; see :doc:`/howto/options`.
     host_blocks : numpy.ndarray
         The pool, uint8 or int8, shape (num_blocks, block_bytes).
-    codec : Codec, optional
-        Encodes the blocks.
-    cache_policy : str or type
-        Which block is evicted when it is full.
-    num_threads : int
-        Batches that are copied at the same time.
+    fingerprint : mapping, optional
+        Identifies the model and the geometry of the blocks.
+
+    Raises
+    ------
+    ValueError
+        The capacity is below one block.
     """
 
     options_type = MemoryOptions
 
     def __init__(
-        self,
-        num_blocks: int,
-        host_blocks: HostBlocks,
-        *,
-        codec: Codec | None = None,
-        cache_policy: str | type = "lru",
-        num_threads: int = 2,
+        self, options: MemoryOptions, host_blocks: HostBlocks, fingerprint: Mapping[str, Any] | None = None
     ) -> None:
+        codec = make_codec(options.codec, host_blocks)
         block_bytes, _ = stored_form(codec, host_blocks, None)
-        check_memory(check_int("num_blocks", num_blocks) * block_bytes)
+        num_blocks = options.capacity // block_bytes
+        if not num_blocks:
+            raise ValueError(f"capacity in a memory tier must be >= {block_bytes}, one block, got {options.capacity}")
+        check_memory(num_blocks * block_bytes)
         self._blocks = np.empty((num_blocks, block_bytes), np.uint8)
         super().__init__(
             host_blocks,
             "MEMORY",
             codec=codec,
+            fingerprint=fingerprint,
             num_blocks=num_blocks,
-            cache_policy=cache_policy,
-            num_threads=num_threads,
+            cache_policy=options.cache_policy,
+            num_threads=options.num_threads,
         )
-
-    @classmethod
-    def make(cls, options: MemoryOptions, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> MemoryTier:
-        codec = make_codec(options.codec, host_blocks)
-        block_bytes, _ = stored_form(codec, host_blocks, None)
-        if options.capacity < block_bytes:
-            raise ValueError(f"capacity in a memory tier must be >= {block_bytes}, one block, got {options.capacity}")
-        others = options.arguments("capacity", "codec")
-        return cls(options.capacity // block_bytes, host_blocks, codec=codec, **others)
 
     def put(self, batch: TierBatch) -> None:
         for slot, buffer in zip(batch.slots or (), batch.buffers, strict=True):

@@ -29,22 +29,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvcache.background import python_words
-from kvcache.options import (
-    Component,
-    Options,
-    choice_of,
-    option,
-    parse_count,
-    parse_duration,
-    parse_flag,
-    parse_salt,
-    parse_size,
-    parse_text,
-    parse_threads,
-)
-from kvcache.tiers.base.codec import Codec, parse_codec
+from kvcache.options import choice_of, option, parse_count, parse_duration, parse_flag, parse_size, parse_text
 from kvcache.tiers.base.job_tier import BlockOutcome, TierBatch
-from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier
+from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier, StoreOptions
 
 if TYPE_CHECKING:
     from kvcache.tiers.base.tier import HostBlocks
@@ -79,14 +66,13 @@ def _parse_master(name: str, value: object) -> str:
     return master
 
 
-@dataclass(frozen=True)
-class MooncakeOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class MooncakeOptions(StoreOptions):
     """The options of a `MooncakeTier`."""
 
     where: ClassVar[str] = "a mooncake tier"
 
     master: str = option(_parse_master, when="always: `host:port` of the store's master")
-    salt: str = option(parse_salt, "", when="tenants share the store: a secret of one tenant's engines")
     num_replicas: int = option(parse_count, 1, when="a block must outlive the node that holds it")
     protocol: str = option(choice_of("tcp", "rdma"), "tcp", when="the nodes have RDMA devices")
     device: str = option(parse_text, "", when="with `rdma`: the names of the devices, comma-separated")
@@ -103,14 +89,9 @@ class MooncakeOptions(Options):
         parse_text, None, when="other nodes reach this one under another address than the master does", rare=True
     )
     tenant: str = option(parse_text, "default", when="the master itself separates tenants", rare=True)
-    num_threads: int = option(parse_threads, 2, when="checksums should use more threads", rare=True)
-    max_queued_bytes: int = option(
-        parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", rare=True
-    )
     max_batch_blocks: int = option(
         parse_count, 16, when="`kvcache bench tier` is faster with another number", rare=True
     )
-    codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
 
 # Connects and ends: 0 if there is a master.
@@ -129,54 +110,39 @@ class MooncakeTier(SharedStoreTier):
 
     Parameters
     ----------
-    master : str
-        ``"host:port"`` of the store's master.
+    options : MooncakeOptions
+        The store's master and the rest; see :doc:`/howto/options`.
     host_blocks : numpy.ndarray
         The pool, uint8 or int8, shape (num_blocks, block_bytes); it is registered with the store's transfer engine.
     fingerprint : mapping, optional
-        Identifies the model and the geometry of the blocks.
-    codec : Codec, optional
-        Encodes the blocks.
-    **options
-        The tier's other options; see :doc:`/howto/options`.
-
-    Raises
-    ------
-    ValueError
-        `master` is not a "host:port" address. An unreachable master is not an error: the tier works once it answers.
+        Identifies the model and the geometry of the blocks. An unreachable master is not an error: the tier works once
+        it answers.
     """
 
     options_type = MooncakeOptions
 
     def __init__(
-        self,
-        master: str,
-        host_blocks: HostBlocks,
-        *,
-        fingerprint: Mapping[str, Any] | None = None,
-        codec: Codec | None = None,
-        **options: Any,
+        self, options: MooncakeOptions, host_blocks: HostBlocks, fingerprint: Mapping[str, Any] | None = None
     ) -> None:
-        values = MooncakeOptions(master=master, **options)
-        self._master = _address(values.master)
-        self._native = load_client(values.timeout_s)
-        self._hostname, self._timeout_s = values.hostname, values.timeout_s
+        self._master = _address(options.master)
+        self._native = load_client(options.timeout_s)
+        self._hostname, self._timeout_s = options.hostname, options.timeout_s
         self._setup = (
-            values.metadata_server,
-            values.lend_bytes,
+            options.metadata_server,
+            options.lend_bytes,
             _BUFFER_BYTES,
-            values.protocol,
-            values.device,
-            values.master,
+            options.protocol,
+            options.device,
+            options.master,
         )
-        self._tenant = values.tenant
+        self._tenant = options.tenant
         self._config = self._native.ReplicateConfig()
-        self._config.replica_num = values.num_replicas
+        self._config.replica_num = options.num_replicas
         self._config.data_type = self._native.ObjectDataType.KVCACHE
-        if values.soft_pin:
+        if options.soft_pin:
             self._config.soft_pin_action = self._native.SoftPinAction.ENABLE
-            if values.soft_pin_ttl_s is not None:
-                self._config.soft_pin_ttl_ms = max(1, int(values.soft_pin_ttl_s * 1000))
+            if options.soft_pin_ttl_s is not None:
+                self._config.soft_pin_ttl_ms = max(1, int(options.soft_pin_ttl_s * 1000))
         self._pinned = self._native.ReplicateConfig()
         self._pinned.with_hard_pin = True
         self._store: Any = None
@@ -185,21 +151,17 @@ class MooncakeTier(SharedStoreTier):
         self._storing, self._loading = Lock(), Lock()
         # A call of the client waits for the master and for a node, and behind those of all other threads.
         # A slow link may need longer than `timeout_s`, which bounds a stall.
-        self._turn_s = max(60.0, 2 * values.timeout_s * values.num_threads)
+        self._turn_s = max(60.0, 2 * options.timeout_s * options.num_threads)
         self._is_starting = True
         super().__init__(
+            options,
             host_blocks,
+            fingerprint,
             "MOONCAKE",
             _FORMAT,
-            fingerprint=fingerprint,
-            salt=values.salt,
-            codec=codec,
-            num_threads=values.num_threads,
-            max_queued_bytes=values.max_queued_bytes,
-            max_batch_blocks=values.max_batch_blocks,
+            max_batch_blocks=options.max_batch_blocks,
             maintain_interval_s=_MAINTAIN_INTERVAL_S,
-            query_deadline_s=values.timeout_s,
-            open_timeout_s=2 * values.timeout_s,
+            open_timeout_s=2 * options.timeout_s,
         )
 
     @classmethod

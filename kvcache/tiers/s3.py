@@ -32,21 +32,10 @@ from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import S3Store
 
 from kvcache.background import Background, python_words
-from kvcache.options import (
-    Component,
-    Options,
-    option,
-    parse_duration,
-    parse_salt,
-    parse_size,
-    parse_text,
-    parse_threads,
-    read_small_file,
-)
-from kvcache.tiers.base.codec import Codec, parse_codec
+from kvcache.options import option, parse_text, parse_threads, read_small_file
 from kvcache.tiers.base.job_tier import BlockOutcome, TierBatch
 from kvcache.tiers.s3_wire import MAX_RETRIES, Answer, BucketClient
-from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier
+from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier, StoreOptions
 
 if TYPE_CHECKING:
     from kvcache.tiers.base.tier import HostBlocks
@@ -121,8 +110,8 @@ def _parse_endpoint(name: str, value: object) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-@dataclass(frozen=True)
-class S3Options(Options):
+@dataclass(frozen=True, kw_only=True)
+class S3Options(StoreOptions):
     """The options of an `S3Tier`."""
 
     where: ClassVar[str] = "an s3 tier"
@@ -133,14 +122,8 @@ class S3Options(Options):
         _parse_endpoint, None, when="the store is not AWS: `https://host:port`, or `http://` in a network of your own"
     )
     region: str | None = option(parse_text, None, when="the bucket is not in the region that `AWS_REGION` names")
-    salt: str = option(parse_salt, "", when="tenants share the bucket: a secret of one tenant's engines")
-    timeout_s: float = option(parse_duration, 5.0, when="a request of a healthy store may take longer, or must not")
     ca_file: str | None = option(parse_text, None, when="the store's certificate is signed by your own authority")
     num_threads: int = option(parse_threads, 16, when="the link needs more, or fewer, requests under way", rare=True)
-    max_queued_bytes: int = option(
-        parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", rare=True
-    )
-    codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes, or be encrypted")
 
 
 class _QueryLoop(asyncio.SelectorEventLoop):
@@ -165,21 +148,17 @@ class S3Tier(SharedStoreTier):
 
     Parameters
     ----------
-    bucket : str
-        The bucket's name.
+    options : S3Options
+        The bucket and the rest; see :doc:`/howto/options`.
     host_blocks : numpy.ndarray
         The pool, uint8 or int8, shape (num_blocks, block_bytes).
     fingerprint : mapping, optional
         Identifies the model and the geometry of the blocks.
-    codec : Codec, optional
-        Encodes the blocks.
-    **options
-        The tier's other options; see :doc:`/howto/options`.
 
     Raises
     ------
     ValueError
-        An option is invalid, the bucket does not exist, or the credentials are refused. An unreachable store is not an
+        The bucket does not exist, or the credentials are refused. An unreachable store is not an
         error: the tier works once it answers.
     """
 
@@ -187,39 +166,27 @@ class S3Tier(SharedStoreTier):
     uses_arbiter = True
 
     def __init__(
-        self,
-        bucket: str,
-        host_blocks: HostBlocks,
-        *,
-        fingerprint: Mapping[str, Any] | None = None,
-        codec: Codec | None = None,
-        **options: Any,
+        self, options: S3Options, host_blocks: HostBlocks, fingerprint: Mapping[str, Any] | None = None
     ) -> None:
-        values = S3Options(bucket=bucket, **options)
-        self._address = _address(values)
-        self._root = f"{values.prefix}/" if values.prefix else ""
-        self._options = values
-        self._store = _store_of(values)
+        self._address = _address(options)
+        self._root = f"{options.prefix}/" if options.prefix else ""
+        self._options = options
+        self._store = _store_of(options)
         self._client = BucketClient(
-            self._store, values.timeout_s, values.ca_file, (values.endpoint or "").startswith("http://")
+            self._store, options.timeout_s, options.ca_file, (options.endpoint or "").startswith("http://")
         )
         self._query_loop: _QueryLoop | None = None
         self._deletion: subprocess.Popen[str] | None = None
         super().__init__(
+            options,
             host_blocks,
+            fingerprint,
             "S3",
             _FORMAT,
-            fingerprint=fingerprint,
-            salt=values.salt,
-            codec=codec,
-            num_threads=values.num_threads,
-            max_queued_bytes=values.max_queued_bytes,
             # A thread has one request under way.
             max_batch_blocks=1,
             max_key_bytes=_MAX_KEY_BYTES,
             maintain_interval_s=_MAINTAIN_INTERVAL_S,
-            query_deadline_s=values.timeout_s,
-            open_timeout_s=values.timeout_s,
             absent_s=_ABSENT_S,
         )
 

@@ -25,7 +25,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hmac import compare_digest
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -33,9 +33,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcache.epoch import Epoch, EpochKind, without_weights
-from kvcache.options import LEAST_SALT
+from kvcache.options import (
+    LEAST_SALT,
+    Component,
+    Options,
+    option,
+    parse_duration,
+    parse_salt,
+    parse_size,
+    parse_threads,
+)
 from kvcache.tiers.base.checksum import key_prefix, wide_checksum
-from kvcache.tiers.base.codec import Codec, stored_form
+from kvcache.tiers.base.codec import make_codec, parse_codec, stored_form
 from kvcache.tiers.base.job_tier import BlockOutcome, JobTier, TierBatch
 from kvcache.tiers.base.log_limiter import LogLimiter
 
@@ -93,29 +102,38 @@ class Namespace:
         return bytes(digest.digest(SEAL_BYTES))
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions(Options):
+    """The options of every store; those of one store are a subclass."""
+
+    salt: str = option(parse_salt, "", when="tenants share the store: a secret of one tenant's engines")
+    timeout_s: float = option(parse_duration, 5.0, when="a healthy store may take longer to answer, or must not")
+    codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes, or be encrypted")
+    num_threads: int = option(parse_threads, 2, when="so many requests under way do not fill the link", rare=True)
+    max_queued_bytes: int = option(
+        parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", rare=True
+    )
+
+
 class SharedStoreTier(JobTier):
     """Keep blocks in a store that engines share; a subclass moves values.
 
     Parameters
     ----------
+    options : StoreOptions
+        With a salt, seals detect forgery, too. A query and the start wait `timeout_s` at most.
     host_blocks : numpy.ndarray
         The pool, uint8 or int8, shape (num_blocks, block_bytes).
+    fingerprint : mapping or None
+        Identifies the model and the geometry of the blocks.
     medium : str
         The medium's name in events.
     store_format : bytes
         Name and version of the values' layout: engines of two formats share nothing.
-    fingerprint : mapping, optional
-        Identifies the model and the geometry of the blocks.
-    salt : str
-        A secret of one tenant's engines; without it, seals detect accidents, but no forgery.
-    codec : Codec, optional
-        Encodes the blocks.
-    max_queued_bytes : int
-        Bytes under way at most.
     maintain_interval_s : float
         Time between looks at the announced epoch.
-    **options
-        Further options of :py:class:`~kvcache.JobTier`.
+    **properties
+        Further arguments of :py:class:`~kvcache.JobTier`.
 
     Attributes
     ----------
@@ -130,21 +148,22 @@ class SharedStoreTier(JobTier):
     `put_values` and `are_held`, several at once. One thread at a time calls the others.
     """
 
+    options_type = StoreOptions
+
     def __init__(
         self,
+        options: StoreOptions,
         host_blocks: HostBlocks,
+        fingerprint: Mapping[str, Any] | None,
         medium: str,
         store_format: bytes,
         *,
-        fingerprint: Mapping[str, Any] | None = None,
-        salt: str = "",
-        codec: Codec | None = None,
-        max_queued_bytes: int = 256 << 20,
         maintain_interval_s: float = 5.0,
-        **options: Any,
+        **properties: Any,
     ) -> None:
+        codec = make_codec(options.codec, host_blocks)
         self.block_bytes, described = stored_form(codec, host_blocks, fingerprint)
-        self._namespace = Namespace(store_format, without_weights(described), self.block_bytes, salt)
+        self._namespace = Namespace(store_format, without_weights(described), self.block_bytes, options.salt)
         self.prefix = self._namespace.prefix.encode()
         self._start = Epoch.of(described)
         # Parts of names: the announced epoch of the fingerprint (empty until the store answers); that of a reset.
@@ -156,17 +175,18 @@ class SharedStoreTier(JobTier):
         self._left: deque[tuple[str, int]] = deque()
         self._pause_s, self._again_s = _PAUSE_S, 0.0
         self._warnings = LogLimiter(_LOG)
-        if 0 < len(salt) < LEAST_SALT:
-            _LOG.warning("the salt of tier %s has %d characters: others may guess it", medium, len(salt))
+        if 0 < len(options.salt) < LEAST_SALT:
+            _LOG.warning("the salt of tier %s has %d characters: others may guess it", medium, len(options.salt))
         self._epoch_lock = Lock()
         super().__init__(
             host_blocks,
             medium,
             codec=codec,
             fingerprint=fingerprint,
-            max_queued_blocks=max(1, max_queued_bytes // self.block_bytes),
+            num_threads=options.num_threads,
+            max_queued_blocks=max(1, options.max_queued_bytes // self.block_bytes),
             maintain_interval_s=maintain_interval_s,
-            **options,
+            **{"query_deadline_s": options.timeout_s, "open_timeout_s": options.timeout_s} | properties,
         )
 
     # The five methods of a store. An OSError fails the batch, or is tried again. At the start, a PermissionError or

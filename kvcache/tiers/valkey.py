@@ -22,22 +22,16 @@ from valkey.backoff import NoBackoff
 from valkey.retry import Retry
 
 from kvcache.options import (
-    Component,
-    Options,
     option,
     parse_count,
     parse_duration,
     parse_flag,
-    parse_salt,
-    parse_size,
     parse_text,
-    parse_threads,
     read_small_file,
     without_secrets,
 )
-from kvcache.tiers.base.codec import Codec, parse_codec
 from kvcache.tiers.base.job_tier import BlockOutcome, TierBatch
-from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier
+from kvcache.tiers.shared_store import SEAL_BYTES, SharedStoreTier, StoreOptions
 from kvcache.tiers.valkey_wire import MISSING, ServerChannel, ServerError, channel, pack, pack_set
 
 if TYPE_CHECKING:
@@ -75,17 +69,15 @@ def _parse_url(name: str, value: object) -> str:
     return url
 
 
-@dataclass(frozen=True)
-class ValkeyOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class ValkeyOptions(StoreOptions):
     """The options of a `ValkeyTier`."""
 
     where: ClassVar[str] = "a valkey tier"
 
     url: str = option(_parse_url, when="always: `valkey://host:port/db`, `valkeys://...` for TLS, `unix:///path`")
     cluster: bool = option(parse_flag, False, when="the server is a cluster")
-    salt: str = option(parse_salt, "", when="tenants share the server: a secret of one tenant's engines")
     ttl_s: float | None = option(parse_duration, None, when="the server must forget blocks after some time")
-    timeout_s: float = option(parse_duration, 5.0, when="a command of a healthy server may take longer, or must not")
     password: str | None = option(
         parse_text, None, when="the server needs one, and the environment does not hold `KVCACHE_VALKEY_PASSWORD`"
     )
@@ -93,14 +85,9 @@ class ValkeyOptions(Options):
         parse_text, None, when="the certificate of a TLS server is signed by an authority of your own"
     )
     username: str | None = option(parse_text, None, when="the server needs one that is not in `url`", rare=True)
-    num_threads: int = option(parse_threads, 2, when="one connection each way does not fill the link", rare=True)
-    max_queued_bytes: int = option(
-        parse_size, 256 << 20, when="more, or fewer, bytes may be under way at a time", rare=True
-    )
     max_batch_blocks: int = option(
         parse_count, 16, when="`kvcache bench tier` is faster with another number", rare=True
     )
-    codec: Component | None = option(parse_codec, None, when="blocks must take fewer bytes in the tier")
 
     def check_together(self, where: str) -> None:
         parts = urlsplit(self.url)
@@ -113,17 +100,12 @@ class ValkeyTier(SharedStoreTier):
 
     Parameters
     ----------
-    url : str
-        ``"valkey://host:port/db"``, ``"valkeys://..."`` for TLS, or ``"unix:///path"``; a user and a password in it are
-        used and never shown.
+    options : ValkeyOptions
+        The server and the rest; see :doc:`/howto/options`. A user and a password in `url` are used and never shown.
     host_blocks : numpy.ndarray
         The pool, uint8 or int8, shape (num_blocks, block_bytes).
     fingerprint : mapping, optional
         Identifies the model and the geometry of the blocks.
-    codec : Codec, optional
-        Encodes the blocks.
-    **options
-        The tier's other options; see :doc:`/howto/options`.
 
     Raises
     ------
@@ -134,19 +116,12 @@ class ValkeyTier(SharedStoreTier):
     options_type = ValkeyOptions
 
     def __init__(
-        self,
-        url: str,
-        host_blocks: HostBlocks,
-        *,
-        fingerprint: Mapping[str, Any] | None = None,
-        codec: Codec | None = None,
-        **options: Any,
+        self, options: ValkeyOptions, host_blocks: HostBlocks, fingerprint: Mapping[str, Any] | None = None
     ) -> None:
-        values = ValkeyOptions(url=url, **options)
-        self._address = _address(values.url)
-        self._options = values
-        self._is_cluster, self._timeout_s = values.cluster, values.timeout_s
-        self._ttl_ms = None if values.ttl_s is None else max(1, int(values.ttl_s * 1000))
+        self._address = _address(options.url)
+        self._options = options
+        self._is_cluster, self._timeout_s = options.cluster, options.timeout_s
+        self._ttl_ms = None if options.ttl_s is None else max(1, int(options.ttl_s * 1000))
         # One lock, because a cluster's client reads the topology while it is made.
         self._connecting = Lock()
         self._client: Any = None
@@ -155,18 +130,13 @@ class ValkeyTier(SharedStoreTier):
         # The deletion of a prefix that has not ended yet.
         self._scan: Iterator[int] | None = None
         super().__init__(
+            options,
             host_blocks,
+            fingerprint,
             "VALKEY",
             _FORMAT,
-            fingerprint=fingerprint,
-            salt=values.salt,
-            codec=codec,
-            num_threads=values.num_threads,
-            max_queued_bytes=values.max_queued_bytes,
-            max_batch_blocks=values.max_batch_blocks,
+            max_batch_blocks=options.max_batch_blocks,
             maintain_interval_s=_EPOCH_INTERVAL_S,
-            query_deadline_s=values.timeout_s,
-            open_timeout_s=values.timeout_s,
         )
 
     @classmethod

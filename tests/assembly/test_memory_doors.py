@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache import MemoryTier
 from kvcache.assembly.assemble import open_store, parse_tier
 from kvcache.cli.findings import check_config
+from kvcache.tiers.memory import MemoryOptions, MemoryTier
 from kvcache.transfer import free_memory
 from kvcache.transfer.host_pool import HostPool
 from kvcache.transfer.shared_file import PREFIX, SharedBlocks
@@ -52,7 +52,7 @@ def test_private_memory_is_checked(monkeypatch, tmp_path):
     with refused(5 * MIB):
         HostPool(5, MIB)
     with refused(5 * MIB):
-        MemoryTier(5, np.zeros((1, MIB), np.uint8))
+        MemoryTier(MemoryOptions(5 * MIB), np.zeros((1, MIB), np.uint8))
     # SGLang and LMCache open stores, whose rows are in memory.
     with refused(64 * MIB):
         open_store(parse_tier({"type": "disk", "path": str(tmp_path / "kv"), "capacity": "4MiB"}), MIB, {})

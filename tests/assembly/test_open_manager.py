@@ -42,9 +42,9 @@ class NotedTier(ManualTier):
     options_type = NotedOptions
     opened: ClassVar[list[NotedTier]] = []
 
-    def __init__(self, host_blocks: Any, fingerprint: Any, path: str, password: str | None) -> None:
+    def __init__(self, options: NotedOptions, host_blocks: Any, fingerprint: Any) -> None:
         super().__init__(4, host_blocks)
-        self.path, self.num_shutdowns = path, 0
+        self.path, self.num_shutdowns = options.path, 0
         NotedTier.opened.append(self)
 
     def shutdown(self) -> None:
@@ -65,7 +65,7 @@ class FailingPolicy(CachePolicy):
 
 
 class FailingTier(NotedTier):
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, options: NotedOptions, host_blocks: Any, fingerprint: Any) -> None:
         raise ValueError("the store is gone")
 
 

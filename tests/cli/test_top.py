@@ -15,14 +15,14 @@ from kvcache.cli.frames import Frame, History
 from kvcache.cli.top import view
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.status import StatusServer
-from kvcache.tiers.memory import MemoryTier
+from kvcache.tiers.memory import MemoryOptions, MemoryTier
 
 
 @pytest.fixture
 def telemetry(sockets, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     host_blocks = np.zeros((8, 16), dtype=np.uint8)
-    manager = TieredOffloadingManager(16, 8, [MemoryTier(32, host_blocks)], "arc")
+    manager = TieredOffloadingManager(16, 8, [MemoryTier(MemoryOptions(32 * 16), host_blocks)], "arc")
     context = ReqContext()
     output = manager.prepare_store([b"%d" % number for number in range(6)], context)
     manager.complete_store(output.keys_to_store, context)

@@ -15,7 +15,7 @@ from kvcache.control.watch import TIMED_CALLS
 from kvcache.metrics import MANAGER_METRICS, HistogramData, Metric, Part, metrics_of
 from kvcache.registry import POLICIES
 from kvcache.testing.reference import ReferenceLRU
-from kvcache.tiers.memory import MemoryTier
+from kvcache.tiers.memory import MemoryOptions, MemoryTier
 
 
 def counts(telemetry: Telemetry) -> dict[str, int]:
@@ -42,7 +42,7 @@ def cycle(manager: Any, number: int, keys: int = 3) -> None:
 def test_every_kind_of_call_is_timed(is_tiered: bool) -> None:
     if is_tiered:
         host_blocks = np.zeros((8, 16), dtype=np.uint8)
-        manager: Any = TieredOffloadingManager(16, 8, [MemoryTier(8, host_blocks)])
+        manager: Any = TieredOffloadingManager(16, 8, [MemoryTier(MemoryOptions(8 * 16), host_blocks)])
     else:
         manager = CPUOffloadingManager(16, 8)
     telemetry = Telemetry(manager, time_calls=True)
@@ -157,7 +157,7 @@ def test_unscrapable_label_is_named(labels: dict[str, str]) -> None:
 
 def test_promotions_writes_and_waits_are_measured() -> None:
     host_blocks = np.zeros((4, 16), dtype=np.uint8)
-    manager = TieredOffloadingManager(16, 4, [MemoryTier(16, host_blocks)])
+    manager = TieredOffloadingManager(16, 4, [MemoryTier(MemoryOptions(16 * 16), host_blocks)])
     for number in range(2):
         output = manager.prepare_store([b"%d.%d" % (number, i) for i in range(4)])
         assert output is not None

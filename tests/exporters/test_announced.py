@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcache import MemoryTier, ReqContext, TierConfig, TieredOffloadingManager
+from kvcache.tiers.memory import MemoryOptions
 
 KEYS = [b"block %2d" % number + bytes(4) for number in range(14)]
 BLOCK_BYTES = 8
@@ -43,7 +44,9 @@ class AnnouncedMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(1, 9), tier_blocks=st.integers(1, 12))
     def start(self, num_blocks, tier_blocks):
-        self.tier = MoodyTier(tier_blocks * BLOCK_BYTES, np.zeros((num_blocks, BLOCK_BYTES), np.uint8))
+        self.tier = MoodyTier(
+            MemoryOptions(tier_blocks * BLOCK_BYTES**2), np.zeros((num_blocks, BLOCK_BYTES), np.uint8)
+        )
         rule = TierConfig(write_policy=self.write_policy, max_failures=2, pause_s=1e-6, deadline_s=30)
         self.manager = TieredOffloadingManager(16, num_blocks, [(self.tier, rule)], self.policy, True)
         self.view = {}

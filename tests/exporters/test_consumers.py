@@ -14,6 +14,7 @@ import pytest
 from consumers import READERS, TAKEN
 
 from kvcache import CPUOffloadingManager, MemoryTier, ReqContext, TieredOffloadingManager
+from kvcache.tiers.memory import MemoryOptions
 
 BLOCK_SIZE = 4
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "routers.md").read_text()
@@ -44,7 +45,7 @@ def serve(manager: Any, publisher: Any, keys: list[bytes]) -> None:
 
 
 def test_readers_index_every_change_in_media() -> None:
-    tier = MemoryTier(200, np.zeros((60, 8), np.uint8))
+    tier = MemoryTier(MemoryOptions(200 * 8), np.zeros((60, 8), np.uint8))
     manager = TieredOffloadingManager(BLOCK_SIZE, 60, [tier], "lru", True)
     publisher, sent = publish(manager)
     readers = [READERS[name](BLOCK_SIZE) for name in ("llm-d", "Dynamo", "AIBrix", "vllm-router")]

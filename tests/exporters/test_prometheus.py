@@ -35,14 +35,14 @@ from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.local_server import LocalServer
 from kvcache.exporters.prometheus import PrometheusExporter, PrometheusOptions, TelemetryCollector, start_server
 from kvcache.metrics import Part
-from kvcache.tiers.memory import MemoryTier
+from kvcache.tiers.memory import MemoryOptions, MemoryTier
 from kvcache.transfer.worker import OffloadingWorker
 
 
 @pytest.fixture
 def telemetry() -> Iterator[Telemetry]:
     host_blocks = np.zeros((8, 16), dtype=np.uint8)
-    manager = TieredOffloadingManager(16, 8, [MemoryTier(8, host_blocks)], "arc", True)
+    manager = TieredOffloadingManager(16, 8, [MemoryTier(MemoryOptions(8 * 16), host_blocks)], "arc", True)
     output = manager.prepare_store([b"a", b"b"])
     assert output is not None
     manager.complete_store(output.keys_to_store)

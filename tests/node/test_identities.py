@@ -41,7 +41,7 @@ class TieredEngine:
                 self.rows,
                 fingerprint,
             ),
-            valkey.ValkeyTier(place.server.url, self.rows, fingerprint=fingerprint, timeout_s=2.0),
+            valkey.ValkeyTier(valkey.ValkeyOptions(url=place.server.url, timeout_s=2.0), self.rows, fingerprint),
         ]
         self.manager = TieredOffloadingManager(16, 8, tiers)
 

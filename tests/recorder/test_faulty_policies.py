@@ -15,6 +15,7 @@ from kvcache.lab.traces.recording import Recording
 from kvcache.recorder.format import Raised
 from kvcache.recorder.recorder import Recorder
 from kvcache.testing.reference import REFERENCE_POLICIES
+from kvcache.tiers.memory import MemoryOptions
 
 Reference = REFERENCE_POLICIES["lru"]
 
@@ -77,7 +78,7 @@ def record(path):
 def test_fault_over_tiers_is_found(tmp_path, has_arbiter):
     rng = random.Random(4)
     host = np.zeros((30, 64), np.uint8)
-    tier = MemoryTier(64 * 80, host)
+    tier = MemoryTier(MemoryOptions(64 * 64 * 80), host)
     manager = TieredOffloadingManager(16, 30, [(tier, TierConfig(arbiter=has_arbiter))], "lru", True)
     engine = Engine(manager)
     with Recorder(manager, tmp_path / "run.kvlog"):

@@ -20,6 +20,7 @@ from kvcache.lab.traces.recording import Recording, RecordingError
 from kvcache.recorder import ops
 from kvcache.recorder.recorder import Recorder
 from kvcache.tiers.base.tier import TierResult
+from kvcache.tiers.memory import MemoryOptions
 
 
 @pytest.mark.parametrize("policy", COMPILED)
@@ -55,8 +56,11 @@ def test_tiered_recording_replays_without_tier(path, write_policy):
 
     host = np.zeros((40, 64), np.uint8)
     tiers = [
-        (Moody(64 * 300, host), TierConfig(write_policy=write_policy, pause_s=0.001, deadline_s=0.05)),
-        (MemoryTier(64 * 600, host), TierConfig()),
+        (
+            Moody(MemoryOptions(64 * 64 * 300), host),
+            TierConfig(write_policy=write_policy, pause_s=0.001, deadline_s=0.05),
+        ),
+        (MemoryTier(MemoryOptions(64 * 64 * 600), host), TierConfig()),
     ]
     manager = TieredOffloadingManager(16, 40, tiers, "arc", True)
     with Recorder(manager, path):
@@ -90,8 +94,8 @@ def test_arbiters_recording_replays_to_same_decisions(path, is_key_by_key):
 
     host = np.zeros((60, 64), np.uint8)
     tiers = [
-        (Slow(64 * 200, host), TierConfig(arbiter=True, deadline_s=5)),
-        (MemoryTier(64 * 600, host), TierConfig(arbiter=True, deadline_s=5)),
+        (Slow(MemoryOptions(64 * 64 * 200), host), TierConfig(arbiter=True, deadline_s=5)),
+        (MemoryTier(MemoryOptions(64 * 64 * 600), host), TierConfig(arbiter=True, deadline_s=5)),
     ]
     given = {"prefill_tokens_per_s": {0: 2000, 4096: 1000}} if is_key_by_key else {}
     manager = TieredOffloadingManager(16, 60, tiers, "arc", True, **given)

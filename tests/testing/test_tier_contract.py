@@ -17,7 +17,7 @@ from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.base.job_tier import BlockOutcome, JobTier
 from kvcache.tiers.disk.header import capacity_for
 from kvcache.tiers.disk.tier import DiskOptions, DiskTier
-from kvcache.tiers.memory import MemoryTier
+from kvcache.tiers.memory import MemoryOptions, MemoryTier
 
 
 class TestDiskTier(TierContract):
@@ -41,7 +41,7 @@ class TestManualTier(TierContract):
 
 class TestMemoryTier(TierContract):
     def open_tier(self, path, host_blocks, num_blocks):
-        return MemoryTier(num_blocks, host_blocks)
+        return MemoryTier(MemoryOptions(num_blocks * self.block_bytes), host_blocks)
 
     def options(self, path, num_blocks):
         return {"capacity": num_blocks * self.block_bytes}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvcache import BlockStateError, ReqContext, TieredOffloadingManager
-from kvcache.tiers.memory import MemoryTier
+from kvcache.tiers.memory import MemoryOptions, MemoryTier
 
 NUM_BLOCKS = 16
 LOADING = RLock()
@@ -18,7 +18,8 @@ LOADING = RLock()
 
 def open_manager(policy="lru"):
     host_blocks = np.zeros((NUM_BLOCKS, 64), np.uint8)
-    return TieredOffloadingManager(16, NUM_BLOCKS, [MemoryTier(4 * NUM_BLOCKS, host_blocks)], policy)
+    tier = MemoryTier(MemoryOptions(4 * host_blocks.nbytes), host_blocks)
+    return TieredOffloadingManager(16, NUM_BLOCKS, [tier], policy)
 
 
 def act(manager, draw):

@@ -11,7 +11,6 @@ from stores import found, load, store_as_is, until, wait_for, wait_for_reset
 from stores import store as save
 
 from kvcache import ReqContext, TieredOffloadingManager
-from kvcache.options import Options
 from kvcache.tiering.breaker import Direction
 from kvcache.tiers.base import existence, job_tier, lifecycle
 from kvcache.tiers.base.catalog import SlotCatalog
@@ -94,19 +93,6 @@ class StoreTier(JobTier):
     def clear(self, generation):
         self.store.enter("clear")
         self.store.values.clear()
-
-
-class TierWithoutCodecs(StoreTier):
-    """A plug-in's tier whose options and constructor know no codec."""
-
-    options_type = Options
-
-    def __init__(self, host_blocks, fingerprint):
-        super().__init__(Store(), host_blocks)
-
-
-def test_from_config_names_no_absent_codec():
-    TierWithoutCodecs.from_config({}, np.zeros((NUM_HOST, 256), np.uint8), {}).shutdown()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.slot_table import SlotTable
 from kvcache.tiers.disk.tier import DiskTier
-from kvcache.tiers.memory import MemoryTier
+from kvcache.tiers.memory import MemoryOptions, MemoryTier
 
 BLOCK_BYTES = 5000
 SPLIT = 1700  # a block is two buffers of different size
@@ -201,7 +201,7 @@ def test_put_answers_for_what_is_held(gated, tmp_path, monkeypatch):
 
     monkeypatch.setattr(GatedTier, "put", fail)
     GatedTier.gate.clear()
-    store = KeyedStore(lambda rows: (GatedTier(200, rows), gated._config), BLOCK_BYTES)
+    store = KeyedStore(lambda rows: (GatedTier(MemoryOptions(1 << 20), rows), gated._config), BLOCK_BYTES)
     threads = [threading.Thread(target=lambda: answers.append(put(store, [1]))) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -216,7 +216,9 @@ def test_put_answers_for_what_is_held(gated, tmp_path, monkeypatch):
 
 def test_waiting_calls_share_rows(gated):
     """Calls that find no free rows wait for those of others, and store everything."""
-    store = KeyedStore(lambda rows: (GatedTier(200, rows), gated._config), BLOCK_BYTES, staging_bytes=1)
+    store = KeyedStore(
+        lambda rows: (GatedTier(MemoryOptions(1 << 20), rows), gated._config), BLOCK_BYTES, staging_bytes=1
+    )
     answers = {}
     threads = [
         threading.Thread(target=lambda i=i: answers.update({i: put(store, range(20 * i, 20 * i + 20))}))

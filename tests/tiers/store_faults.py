@@ -231,7 +231,7 @@ class ValkeyFaults(ProxyFaults):
     def open_tier(self, host, salt=""):
         valkey = importlib.import_module("kvcache.tiers.valkey")
         url = f"valkey://127.0.0.1:{self.proxy.port}"
-        return valkey.ValkeyTier(url, host, salt=salt, timeout_s=self.LONGEST_JOB_S)
+        return valkey.ValkeyTier(valkey.ValkeyOptions(url=url, salt=salt, timeout_s=self.LONGEST_JOB_S), host)
 
     def killed(self):
         self.server.kill()
@@ -305,7 +305,7 @@ class S3Faults(ProxyFaults):
     def open_tier(self, host, salt=""):
         s3 = importlib.import_module("kvcache.tiers.s3")
         endpoint = f"http://127.0.0.1:{self.proxy.port}"
-        return s3.S3Tier("blocks", host, endpoint=endpoint, salt=salt, timeout_s=0.4)
+        return s3.S3Tier(s3.S3Options(bucket="blocks", endpoint=endpoint, salt=salt, timeout_s=0.4), host)
 
     def stopped(self):
         return self._stop(self.server.pid)

@@ -352,13 +352,13 @@ class StoreContract(TierContract):
     survives_restart = True
 
     def open_tier(self, path, host_blocks, num_blocks):
-        return self.tier_type(host_blocks=host_blocks, salt=str(path), **self.place)
+        return self.tier_type.from_config(self.options(path, num_blocks), host_blocks, {})
 
     def options(self, path, num_blocks):
         return self.place | {"salt": str(path)}
 
     def test_epoch_is_replaced_on_request_only(self, opened, tmp_path):
-        opened.append(self.tier_type(host_blocks=blocks(), **self.options(tmp_path, 0)))
+        opened.append(self.open_tier(tmp_path, blocks(), 0))
         store_until_done(opened[0], KEYS[:1])
         epoch, other = opened[0].epoch, "0123456789abcdef"
         for replaces, expected in ((False, epoch), (True, other)):
@@ -366,9 +366,13 @@ class StoreContract(TierContract):
             assert opened[0].read_epoch() == expected
 
     def test_second_engine_finds_firsts_blocks(self, opened, tmp_path):
-        options = self.options(tmp_path, 0) | {"fingerprint": {"model": "m"}}
-        host, others = blocks(), [{}, {"fingerprint": {"model": "other"}}, {"salt": "another tenant"}]
-        opened += [self.tier_type(host_blocks=host, **options | other) for other in [{}, *others]]
+        host, options = blocks(), self.options(tmp_path, 0)
+
+        def open_engine(model="m", **others):
+            opened.append(self.tier_type.from_config(options | others, host, {"model": model}))
+
+        for others in ({}, {}, {"model": "other"}, {"salt": "another tenant"}):
+            open_engine(**others)
         first, second, *strangers = opened
         store_until_done(first, KEYS)
         # What the second engine offers is there: nothing is sent, and the job names none of it.
@@ -382,6 +386,6 @@ class StoreContract(TierContract):
         store_until_done(second, KEYS[:2])
         store_until_done(second, [b"of second alone"])
         # A later engine has the weights of its fingerprint, as the first one has.
-        opened.append(self.tier_type(host_blocks=host, **options))
+        open_engine()
         assert found(opened[-1], KEYS) == found(first, KEYS) == len(KEYS)
         assert [found(engine, [b"of second alone"]) for engine in opened] == [0, 1, *[0] * 3]

@@ -17,7 +17,7 @@ from stores import found, load_as_is, payload, set_credentials, store_as_is
 from kvcache.assembly.assemble import parse_tier
 from kvcache.testing.tier_contract import TierContract
 from kvcache.tiers.codecs.aes_gcm import KEYS_VARIABLE, AesGcmCodec
-from kvcache.tiers.memory import MemoryTier
+from kvcache.tiers.memory import MemoryOptions, MemoryTier
 from kvcache.tiers.s3 import S3Options, _store_of
 
 BLOCK_BYTES = 4096
@@ -35,7 +35,7 @@ def _environment(monkeypatch):
 
 class TestContract(TierContract):
     def open_tier(self, path, host_blocks, num_blocks):
-        return MemoryTier(num_blocks, host_blocks, codec=AesGcmCodec(host_blocks.shape[1]))
+        return MemoryTier(MemoryOptions(**self.options(path, num_blocks)), host_blocks)
 
     def options(self, path, num_blocks):
         return {"capacity": 2 * num_blocks * self.block_bytes, "codec": {"type": "aes_gcm"}}
@@ -170,7 +170,7 @@ def test_inner_codec_is_encrypted(start, inner):
 def test_stored_row_tells_nothing_of_block():
     """It has no checksum either: that would confirm a guessed block."""
     host = np.full((2, BLOCK_BYTES), 7, np.uint8)
-    tier = MemoryTier(2, host, codec=AesGcmCodec(BLOCK_BYTES))
+    tier = MemoryTier(MemoryOptions(4 * BLOCK_BYTES, codec={"type": "aes_gcm"}), host)
     store_as_is(tier, KEYS[:2])
     rows = [row.tobytes() for row in tier._blocks]
     assert [ROW.unpack_from(row) for row in rows] == [(b"kvcodec1", CODE_BYTES, 0, 0)] * 2

@@ -20,7 +20,7 @@ from kvcache.tiers.base.codec_stage import CodecStage
 from kvcache.tiers.base.tier import CodecTierStats
 from kvcache.tiers.codecs.fp8 import Fp8Codec
 from kvcache.tiers.codecs.zstd import ZstdCodec
-from kvcache.tiers.memory import MemoryTier
+from kvcache.tiers.memory import MemoryOptions, MemoryTier
 
 KEYS = [b"codec-%02d" % number for number in range(40)]
 
@@ -46,12 +46,15 @@ class InvertingCodec(Codec):
     decode = encode
 
 
+INVERTING = {"type": InvertingCodec}
+
+
 class TestContract(TierContract):
     def open_tier(self, path, host_blocks, num_blocks):
-        return MemoryTier(num_blocks, host_blocks, codec=InvertingCodec(host_blocks.shape[1]))
+        return MemoryTier(MemoryOptions(**self.options(path, num_blocks)), host_blocks)
 
     def options(self, path, num_blocks):
-        return {"capacity": 2 * num_blocks * self.block_bytes, "codec": {"type": InvertingCodec}}
+        return {"capacity": 2 * num_blocks * self.block_bytes, "codec": INVERTING}
 
 
 def compressible(num_blocks=40, block_bytes=1 << 14):
@@ -177,7 +180,7 @@ def test_fp8_blocks_return_alike_every_time():
 def test_codec_job_beyond_rows_is_whole(num_threads):
     host = np.concatenate([compressible(40)] * 5)
     keys = [b"codec-%03d" % number for number in range(200)]
-    tier = MemoryTier(256, host, codec=InvertingCodec(host.shape[1]), num_threads=num_threads)
+    tier = MemoryTier(MemoryOptions(16 << 20, num_threads=num_threads, codec=INVERTING), host)
     assert len(tier.host_rows) == 32 * num_threads
     before = host.copy()
     assert sorted(store_as_is(tier, keys).done) == keys
@@ -198,18 +201,17 @@ def test_raising_codec_fails_the_job_only():
                 raise RuntimeError("bug")
             return super().encode(block, target)
 
-    codec = RaisingCodec(host.shape[1])
-    tier = MemoryTier(16, host, codec=codec, num_threads=1)
+    tier = MemoryTier(MemoryOptions(1 << 20, num_threads=1, codec={"type": RaisingCodec}), host)
     for job_id in range(40):
         assert store_as_is(tier, KEYS[:2], job_id).error == "RuntimeError: bug"
-    codec.is_raising = False
+    RaisingCodec.is_raising = False
     assert store_as_is(tier, KEYS[:2], 50).failed == []
     tier.shutdown()
 
 
 def test_codec_row_keeps_its_old_format():
     host = np.arange(4096, dtype=np.uint16).view(np.uint8).reshape(1, 8192).copy()
-    tier = MemoryTier(1, host, codec=InvertingCodec(8192))
+    tier = MemoryTier(MemoryOptions(12288, codec=INVERTING), host)
     assert store_as_is(tier, [b"key"]).done == [b"key"]
     # A header of 32 bytes and the code, padded with zeros to a multiple of 4096.
     row = tier._blocks[0].tobytes()

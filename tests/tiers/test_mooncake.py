@@ -90,7 +90,8 @@ def real_store(tmp_path_factory, native):
 
 
 def open_tier(opened, master, **options):
-    tier = MooncakeTier(master, stores.blocks(64, BLOCK_BYTES), **{"timeout_s": TIMEOUT_S} | options)
+    options = MooncakeOptions(**{"master": master, "timeout_s": TIMEOUT_S} | options)
+    tier = MooncakeTier(options, stores.blocks(64, BLOCK_BYTES))
     opened.append(tier)
     return tier
 
@@ -120,7 +121,7 @@ class TestContract(StoreContract):
 
     def open_tier(self, path, host_blocks, num_blocks):
         pins = {"soft_pin": True, "soft_pin_ttl_s": 60.0}
-        return MooncakeTier(host_blocks=host_blocks, salt=str(path), **pins, **self.place)
+        return MooncakeTier(MooncakeOptions(salt=str(path), **pins, **self.place), host_blocks)
 
 
 def test_damaged_values_are_removed_misses(shared_store, opened, client, tmp_path):

@@ -71,8 +71,8 @@ class TestContract(StoreContract):
 def start(local, opened):
     """Start an engine on the local server."""
 
-    def start_one(**options):
-        opened.append(S3Tier(host_blocks=blocks(), **local.place | options))
+    def start_one(fingerprint=None, **options):
+        opened.append(S3Tier(S3Options(**local.place | options), blocks(), fingerprint))
         return opened[-1]
 
     return start_one
@@ -352,7 +352,7 @@ def test_environment_of_library_is_known(local, start, monkeypatch):
         monkeypatch.setenv(name, local.endpoint)
         monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
         with pytest.raises(ValueError, match="is not encrypted: to use it, name it as"):
-            S3Tier("blocks", blocks())
+            S3Tier(S3Options(bucket="blocks"), blocks())
         assert not local.objects
         # The option comes before it.
         monkeypatch.setenv(name, "http://127.0.0.1:1")

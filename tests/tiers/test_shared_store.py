@@ -29,6 +29,7 @@ def shown_class():
 
 
 DictStoreTier = shown_class()
+DictStoreOptions = DictStoreTier.options_type
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def values():
 def open_engine(values, opened):
     def open_one(weights=None, **options):
         fingerprint = {"model": "m"} | ({} if weights is None else {"weights": weights})
-        opened.append(DictStoreTier(values, blocks(), fingerprint=fingerprint, **options))
+        opened.append(DictStoreTier(DictStoreOptions(shared_dict=values, **options), blocks(), fingerprint))
         return opened[-1]
 
     return open_one
@@ -205,7 +206,7 @@ def test_failed_deletion_waits_ever_longer(open_engine, values, monkeypatch, cap
 
 
 def test_failed_deletion_spoils_no_batch(open_engine, values, monkeypatch):
-    engine = open_engine(max_batch_blocks=64)
+    engine = open_engine()
     store(engine, KEYS[:4])
     bad = engine.store_name(KEYS[1])
     values[bad] = bytes(SEAL_BYTES + engine.block_bytes)
@@ -245,11 +246,11 @@ def test_announced_epoch_of_others_loads_nothing(open_engine, values, salt):
 
 
 def test_lost_epoch_is_announced_again(open_engine, values):
-    engine, other = open_engine(), open_engine(maintain_interval_s=0.01)
+    engine, other = open_engine(), open_engine()
     store(engine, KEYS[:3])
     reset_all([other], None)
     before = values.pop(engine.epoch_name)
-    until(lambda: engine.epoch_name in values)
+    other.maintain()
     assert values[engine.epoch_name] == before
     assert found(open_engine(), KEYS[:3]) == found(engine, KEYS[:3]) == 3
 
@@ -266,13 +267,12 @@ def test_epoch_of_faster_engine_stays(open_engine, values, monkeypatch):
     assert values[name] == "another"
 
 
-def test_engine_starts_without_its_store(opened, values, monkeypatch):
+def test_engine_starts_without_its_store(open_engine, values, monkeypatch):
     def refuse(self):
         raise OSError("no store")
 
     monkeypatch.setattr(DictStoreTier, "read_epoch", refuse)
-    engine = DictStoreTier(values, blocks())
-    opened.append(engine)
+    engine = open_engine()
     assert store(engine, KEYS[:2]).error == "OSError: no store"
     # Threads that start with its first answer share an epoch: another engine may be reset in between.
     epochs = iter(("one", "another"))

@@ -40,12 +40,12 @@ def test_fault_under_load(tmp_path, stack, monkeypatch, kind, name):
 
 def test_spoilt_answers_of_bucket_are_misses(stack, monkeypatch):
     set_credentials(monkeypatch)
-    from kvcache.tiers.s3 import S3Tier
+    from kvcache.tiers.s3 import S3Options, S3Tier
 
     server = FaultyS3(share=0.2)
     stack.callback(server.close)
     host = blocks(NUM_HOST, BLOCK_BYTES)
-    traffic = Traffic(S3Tier(host_blocks=host, **server.place, timeout_s=0.4), host, max_failures=1 << 20)
+    traffic = Traffic(S3Tier(S3Options(**server.place, timeout_s=0.4), host), host, max_failures=1 << 20)
     stack.callback(traffic.manager.shutdown)
     with undisturbed():
         traffic.run_until(lambda: server.num_faults >= NUM_SPOILT, limit_s=200.0)

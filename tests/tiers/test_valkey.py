@@ -94,8 +94,8 @@ def client(server):
         yield client
 
 
-def open_tier(opened, url, block_bytes=BLOCK_BYTES, **options):
-    tier = ValkeyTier(url, blocks(64, block_bytes), **options)
+def open_tier(opened, url, block_bytes=BLOCK_BYTES, fingerprint=None, **options):
+    tier = ValkeyTier(ValkeyOptions(url=url, **options), blocks(64, block_bytes), fingerprint)
     opened.append(tier)
     return tier
 
@@ -392,7 +392,7 @@ def forged(name, key, own, old, way, dice):
 def test_password_from_environment_is_not_shown(locked_server, opened, monkeypatch):
     server = locked_server
     with pytest.raises(ValueError, match="refuses the credentials") as raised:
-        ValkeyTier(f"valkey://:opensesame@127.0.0.1:{server.port}", blocks())
+        ValkeyTier(ValkeyOptions(url=f"valkey://:opensesame@127.0.0.1:{server.port}"), blocks())
     assert "opensesame" not in str(raised.value)
     monkeypatch.setenv(PASSWORD_VARIABLE, "sesame")
     tier = open_tier(opened, server.url)
@@ -402,7 +402,7 @@ def test_password_from_environment_is_not_shown(locked_server, opened, monkeypat
     tier = open_tier(opened, server.url, username="default", password="sesame")
     assert found(tier, KEYS[:2]) == 2
     with pytest.raises(ValueError, match="refuses the credentials"):
-        ValkeyTier(server.url, blocks(), username="nobody", password="sesame")
+        ValkeyTier(ValkeyOptions(url=server.url, username="nobody", password="sesame"), blocks())
 
 
 def test_late_server_is_used(server, opened):
@@ -450,7 +450,7 @@ def test_every_error_of_client_is_known(opened, monkeypatch):
             assert "is unknown" in ValkeyTier.doubt(ValkeyOptions(url="valkey://host"))
             if name in refused:
                 with pytest.raises(ValueError, match="host refuses the credentials"):
-                    ValkeyTier("valkey://host", blocks())
+                    ValkeyTier(ValkeyOptions(url="valkey://host"), blocks())
             else:
                 assert store(open_tier(opened, "valkey://host"), KEYS[:1]).error.startswith("OSError: host: "), name
                 opened.pop().shutdown()

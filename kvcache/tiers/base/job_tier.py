@@ -10,13 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvcache.tiers.base.batch import CANCELLED, BlockOutcome, Counts, Job, Jobs, Move, Removal, TierBatch
 from kvcache.tiers.base.catalog import Catalog, ExistenceQuery, RemoteCatalog, SlotCatalog, TierContents
-from kvcache.tiers.base.codec import make_codec
 from kvcache.tiers.base.io_threads import LOAD, QUERY, STORE, IOThreads
 from kvcache.tiers.base.lifecycle import Lifecycle, State
 from kvcache.tiers.base.medium import Medium
@@ -129,16 +128,6 @@ class JobTier(Medium, Tier):
         except BaseException:
             self.shutdown()
             raise
-
-    @classmethod
-    def make(cls, options: Any, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Self:
-        """Open the tier. If `options_type` has the option `codec`, the constructor gets the codec that it names."""
-        arguments = options.arguments()
-        if "codec" in arguments:
-            arguments["codec"] = make_codec(arguments["codec"], host_blocks)
-        constructor: Any = cls
-        tier: Self = constructor(host_blocks=host_blocks, fingerprint=fingerprint, **arguments)
-        return tier
 
     # Methods that a subclass calls, from any thread.
 

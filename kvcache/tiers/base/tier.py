@@ -174,9 +174,9 @@ class Tier(Configurable, ABC):
 
     @classmethod
     def make(cls, options: Any, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> Self:
-        """Open the tier with its parsed options; by default, the constructor gets their `arguments` and these two."""
+        """Open the tier: the constructor of each class that a configuration names takes these three arguments."""
         constructor: Any = cls
-        tier: Self = constructor(host_blocks=host_blocks, fingerprint=fingerprint, **options.arguments())
+        tier: Self = constructor(options, host_blocks, fingerprint)
         return tier
 
     @abstractmethod

@@ -183,10 +183,6 @@ class DiskTier(JobTier):
             )
 
     @classmethod
-    def make(cls, options: DiskOptions, host_blocks: HostBlocks, fingerprint: Mapping[str, Any]) -> DiskTier:
-        return cls(options, host_blocks, fingerprint)
-
-    @classmethod
     def unavailable_reason(cls, options: DiskOptions) -> str:
         return refusal_of(options.path, options.read_only)
 
