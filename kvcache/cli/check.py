@@ -46,13 +46,16 @@ def check(
     if config is None:
         raise ValueError("name the configuration to check; `kvcache selftest` tests the machine")
     # Imported when it runs, so that `kvcache --help` starts at once.
+    from kvcache.assembly.models import config_path
     from kvcache.cli.findings import check_file
 
     common.at_least("--workers", workers, 1)
     if data_parallel_size is not None:
         common.at_least("--data-parallel-size", data_parallel_size, 1)
     num_bytes, is_latent = _block_bytes(model, block_tokens, block_bytes, workers)
-    _report(config, check_file(config, num_bytes, workers, is_latent, data_parallel_size), strict, json)
+    described = config_path(model.partition(",")[0].strip()) if model is not None else None
+    folder = None if described is None else described.parent
+    _report(config, check_file(config, num_bytes, workers, is_latent, data_parallel_size, folder), strict, json)
 
 
 def _report(config: Path, findings: list[Finding], strict: bool, json: str | None) -> None:

@@ -14,6 +14,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvcache.cli import engine_keys
 from kvcache.integrations.lmcache.settings import L2Settings
 from kvcache.integrations.sglang import settings as sglang
 from kvcache.integrations.vllm import settings as vllm
+from kvcache.integrations.vllm.model_folder import compare_folder
 from kvcache.integrations.vllm.releases import describe_release
 from kvcache.node.ledger import read_ledger
 from kvcache.node.link import ask_owner
@@ -60,12 +62,18 @@ class Finding:
 
 
 def check_file(
-    config: Path, num_bytes: int, workers: int, is_latent: bool | None, num_engines: int | None = None
+    config: Path,
+    num_bytes: int,
+    workers: int,
+    is_latent: bool | None,
+    num_engines: int | None = None,
+    model: Path | None = None,
 ) -> list[Finding]:
     """Check a JSON file of options, or of a configuration of vLLM, SGLang or LMCache; ``-`` is standard input.
 
     `num_bytes` is the size of a block on one worker; 0: unknown. If `is_latent`, all workers hold the same bytes.
-    `num_engines` engines of this configuration run on this machine; None: the number in the file, or 1.
+    `num_engines` engines of this configuration run on this machine; None: the number in the file, or 1. `model` is the
+    folder of the model's files, which vLLM's directories are compared with.
     """
     config_part, transfer, is_vllm, engine = read_file(config)
     if not is_vllm and not _PLUGIN_KEYS.isdisjoint(config_part):
@@ -81,8 +89,9 @@ def check_file(
     findings += [
         Finding(level, "options", text) for level, text in engine_keys.engine_faults(config_part, engine_block)
     ]
+    compare = None if model is None else partial(compare_folder, model, engine.get("load_format", "auto"))
     sizes = {"block_bytes": num_bytes, "world_size": workers, "num_engines": num_engines}
-    findings += check_config(config_part, **sizes, is_vllm=True, is_latent=is_latent)
+    findings += check_config(config_part, **sizes, is_vllm=True, is_latent=is_latent, compare=compare)
     if vllm.is_engine_spec(config_part) and not engine_keys.has_accelerator():
         # `check_config` has described copies that cannot start here: the error replaces that.
         findings = [finding for finding in findings if finding.subject != "data plane"]
@@ -109,13 +118,14 @@ def check_config(
     num_engines: int = 1,
     is_vllm: bool = False,
     is_latent: bool | None = None,
+    compare: Callable[..., Iterator[tuple[str, str]]] | None = None,
 ) -> list[Finding]:
     """Check a configuration: list its faults, and the resources of this machine that it would use.
 
     Faults are findings, not exceptions. Nothing is created; shared stores are connected to, and wait for their
     ``timeout_s`` at most. `block_bytes` are those of an offloaded block on one of `world_size` workers of each of
     `num_engines`; if they are 0, sizes are not checked. If `is_vllm`, the adapter of vLLM reads `given`, otherwise a
-    built-in spec. `is_latent`: all workers hold the same bytes.
+    built-in spec. `is_latent`: all workers hold the same bytes. `compare` is `compare_folder` for a model.
     """
     findings = []
     where = vllm.WHERE if is_vllm else "extra_config"
@@ -153,6 +163,8 @@ def check_config(
     for number, tier in enumerate(settings.tiers):
         subject = f"tiers[{number}] {TIERS.path_of(tier.cls)}"
         findings += _check_tier(subject, tier, block_bytes * world_size, owner.get("pid", 0))
+        if compare is not None:
+            findings += _compare_model(subject, tier, compare, vllm.weights_version(given, number))
     findings += _check_together([tier for engine in engines for tier in engine.tiers])
     if placement is not None:
         findings.append(Finding("ok", "data plane", data_plane))
@@ -390,6 +402,13 @@ def _check_tier(subject: str, tier: TierSettings, block_bytes: int, owner_pid: i
     yield from _check_wear(subject, disk, block_bytes)
     if not disk.is_read_only and (disk.path.is_dir() or not disk.path.exists()):
         yield _room(subject, disk.path, disk.needed_bytes)
+
+
+def _compare_model(subject: str, tier: TierSettings, compare: Callable[..., Any], version: Any) -> Iterator[Finding]:
+    """Compare a directory with the files of a model."""
+    disk, fingerprint_of = _disk_of(tier), getattr(tier.cls, "recorded_fingerprint", None)
+    if disk is not None and fingerprint_of is not None and (stored := fingerprint_of(disk.path)):
+        yield from (Finding(level, subject, f"{disk.path} {text}") for level, text in compare(stored, version))
 
 
 def _check_wear(subject: str, disk: _Disk, block_bytes: int) -> Iterator[Finding]:

@@ -447,3 +447,49 @@ def test_check_refuses_short_salt(check, salt, is_short):
     tier = {"type": "valkey", "url": "valkey://127.0.0.1:1", "salt": salt}
     text = check({"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [tier]})[1]
     assert ("salt has 15 characters, and must have 16 or more" in " ".join(text.split())) is is_short
+
+
+NAMED = {"weights": "version:7"}
+OK = "compares config.rope, dtype"
+
+
+@pytest.mark.parametrize(
+    ("written", "options", "level", "text"),
+    [
+        ({}, {}, "ok", f"has 2 fields of this config.json; only a start {OK}"),
+        ({"weights": "sha256:0"}, {}, "error", "was written by other weights: 'sha256:0' is not 'sha256:"),
+        ({"weights": "m@1, format dummy"}, {}, "ok", f"{OK}, weights"),
+        # What another load_format reads.
+        ({"weights": ".bin"}, {}, "ok", f"{OK}, weights"),
+        (NAMED, {}, "warning", "has blocks of the weights 'version:7', and a start with these options finds none"),
+        (NAMED, {"weights_version": 7}, "ok", OK),
+        ({"weights": "sha256:0"}, {"weights_version": 7}, "warning", "has blocks of the weights 'sha256:0'"),
+        ({"processor": "sha256:0"}, {}, "error", "was written by other processor: 'sha256:0' is not ''"),
+        ({"engine": "sglang"}, {}, "error", "was written by other engine: 'sglang' is not 'vllm'"),
+        ({"config": {"hidden_size": 9, "act": 1}}, {}, "warning", "only hf_overrides may undo: hidden_size 9 is not 8"),
+    ],
+)
+def test_check_compares_model_with_directory(check, tmp_path, monkeypatch, written, options, level, text):
+    pytest.importorskip("xxhash")
+    from kvcache.integrations.vllm.weights import digest_of_files
+    from kvcache.tiers.disk.directory import TierDirectory
+    from kvcache.tiers.disk.header import Header
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, path = tmp_path / "model", tmp_path / "kv"
+    model.mkdir()
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "act": "silu"}
+    (model / "config.json").write_text(json.dumps(shape))
+    digests = {}
+    for name in (".safetensors", ".bin"):
+        (model / f"a{name}").write_text(name)
+        digests[name] = digest_of_files([model / f"a{name}"])
+    config = {"config": {"hidden_size": 8, "act": "silu", "rope": 1}}
+    stored = {"engine": "vllm", "dtype": "bf16", "weights": digests[".safetensors"], **config, **written}
+    stored["weights"] = digests.get(stored["weights"], stored["weights"])
+    TierDirectory(path, Header.fresh(4096, 1, stored)).close()
+    given = ours(tiers=[{"type": "disk", "path": str(path), "capacity": "1MiB"}], **options)
+    status, shown = check(given, "--model", model, "--json")
+    found = [each for each in json.loads(shown.partition("kvcache: error")[0])["findings"] if text in each["text"]]
+    assert [(each["level"], each["subject"]) for each in found] == [(level, "tiers[0] disk")]
+    assert status == (level == "error")

@@ -1,6 +1,8 @@
 """Weights that change in a running engine: every token is that of an engine with the same weights and no cache."""
 
+import json
 import os
+import re
 import shutil
 import signal
 
@@ -9,10 +11,12 @@ from engine_process import running, scale
 from engine_tiering import tier_config
 from waiting import kill_and_wait
 
+from kvcache.cli.findings import check_file
 from kvcache.exporters.status import ask, default_folder, name_next_version
 from kvcache.node.protocol import node_folder
 
 pytestmark = pytest.mark.slow
+SPEC = {"spec_name": "KVCacheOffloadingSpec", "spec_module_path": "kvcache.integrations.vllm"}
 OURS = {"cpu_bytes_to_use": 64 << 20}
 
 
@@ -173,3 +177,36 @@ def test_request_over_update_stores_nothing(
         with boot(models["llama"], {**config, "weights_version": version}) as engine:
             engine.llm.apply_model(scale)
             assert engine.ask_each(prompts) == (right[1], [640, 640])
+
+
+@pytest.mark.parametrize("kind", ["llama", "hybrid", "engine's tier"])
+def test_check_compares_folder_with_directory(boot, models, tokens, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = shutil.copytree(models["hybrid" if kind == "hybrid" else "llama"], tmp_path / "model")
+    config = checked = {**SPEC, **OURS, "tiers": [entry("disk", tmp_path, None)]}
+    if kind == "engine's tier":
+        tier = tier_config("disk", path=str(tmp_path / "kv"), capacity="32MiB")
+        checked = {**OURS, "spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+        config = checked | {"spec_module_path": "cpu_worker_specs", "spec_name": "TieringOnCPU"}
+    with boot(model, config, num_gpu_blocks_override=256) as engine:
+        engine.ask_each([tokens(1, 100)])
+
+    def check(**options):
+        (tmp_path / "c.json").write_text(json.dumps({"kv_connector_extra_config": checked | options}))
+        findings = check_file(tmp_path / "c.json", 0, 1, None, model=model)
+        texts = [(each.level, each.text.removeprefix(f"{tmp_path / 'kv'} ")) for each in findings]
+        return [(level, text) for level, text in texts if text.startswith(("has ", "was written "))]
+
+    [(level, text)] = check()
+    assert level == "ok"
+    # The engine's class of configurations has rewritten nothing that it compares.
+    assert not {"weights", "processor"} & set(re.split(r"[, ]+", text))
+    assert "config." not in text.partition(";")[2]
+    described = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(described | {"rms_norm_eps": 0.5}))
+    assert [level for level, _ in check()] == ["warning", "ok"]
+    assert check()[0][1].endswith("may undo: rms_norm_eps 1e-06 is not 0.5")
+    shutil.copy(models["tall"] / "model.safetensors", model)
+    assert check()[0][1].startswith("was written by other weights: 'sha256:")
+    if kind == "llama":
+        assert check(weights_version="7")[0][1].startswith("has blocks of the weights 'sha256:")

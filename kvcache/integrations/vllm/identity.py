@@ -27,6 +27,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from kvcache.assembly.assemble import TierSettings
 from kvcache.epoch import WEIGHTS, Epoch
 from kvcache.integrations.vllm.group_windows import local_of_caller
+from kvcache.integrations.vllm.model_folder import digest_of_texts, weight_files
 from kvcache.integrations.vllm.weights import cache_path, digest_of_files
 
 # vLLM's log configuration covers loggers below its own name only.
@@ -81,12 +82,6 @@ IMPLIED: dict[str, dict[str, tuple[Any, ...]]] = {
         "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": ("",),
     },
 }  # fmt: skip
-# Formats whose loader reads the weights from the model's folder.
-_FORMATS_OF_FOLDER = (
-    *("auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt"),
-    *("runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
-)
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 # Fields of a Hugging Face config that describe its origin or text generation, not the computation.
 _NOT_OF_MODEL = frozenset(
     {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -247,7 +242,7 @@ def _model_of(model_config: Any, load_config: Any, weights_version: str | int | 
     }
     if weights_version is None:
         model[WEIGHTS] = _weights_of(model_config, load_config, folder)
-    if folder is not None and (digest := _digest_of_texts(folder.glob("*processor_config.json"))):
+    if folder is not None and (digest := digest_of_texts(folder.glob("*processor_config.json"))):
         model["processor"] = digest
     if model["multimodal"] is not None:
         # Keys cover raw images; another release of a library may turn them into other inputs.
@@ -262,9 +257,9 @@ def _model_of(model_config: Any, load_config: Any, weights_version: str | int | 
 
 def _weights_of(model_config: Any, load_config: Any, folder: Path | None) -> str:
     """Return a digest of the whole weight files, or the model's name and revision if they cannot be read."""
-    is_of_folder = load_config.load_format in _FORMATS_OF_FOLDER
-    files = _weight_files(model_config, load_config, folder) if is_of_folder else []
-    if files:
+    path = Path(model_config.model)
+    place = path if path.is_file() else folder
+    if place is not None and (files := weight_files(place, load_config.load_format)):
         with suppress(OSError):
             return digest_of_files(files, _log_read)
     named = f"{model_config.model}@{model_config.revision}, format {load_config.load_format}, seed {model_config.seed}"
@@ -276,15 +271,6 @@ def _weights_of(model_config: Any, load_config: Any, folder: Path | None) -> str
         named,
     )
     return named
-
-
-def _weight_files(model_config: Any, load_config: Any, folder: Path | None) -> list[Path]:
-    path = Path(model_config.model)
-    if path.is_file():
-        return [path]
-    # A folder may have the same weights in two formats: vLLM prefers safetensors, unless `load_format` is "pt".
-    patterns = _WEIGHT_FILES[1:] if load_config.load_format == "pt" else _WEIGHT_FILES
-    return next((files for pattern in patterns if folder and (files := sorted(folder.glob(pattern)))), [])
 
 
 def _folder_of(model_config: Any, load_config: Any) -> Path | None:
@@ -311,14 +297,7 @@ def _code_of(model_config: Any, load_config: Any, folder: Path | None) -> str:
     repositories = sorted({str(name).partition("--")[0] for name in classes if "--" in str(name)})
     revision = getattr(model_config, "code_revision", None)
     folders = [folder, *(_snapshot(name, revision, load_config.download_dir) for name in repositories)]
-    return _digest_of_texts(path for place in folders if place is not None for path in place.rglob("*.py"))
-
-
-def _digest_of_texts(paths: Iterable[Path]) -> str:
-    """Return a digest of the names and contents of small files, or "" without a file."""
-    texts = sorted((path.name.encode(), path.read_bytes()) for path in paths if path.is_file())
-    digest = hashlib.sha256(b"".join(b"%b %d\0%b" % (name, len(text), text) for name, text in texts))
-    return f"sha256:{digest.hexdigest()[:32]}" if texts else ""
+    return digest_of_texts(path for place in folders if place is not None for path in place.rglob("*.py"))
 
 
 def _versions_of(libraries: Iterable[str]) -> dict[str, str]:

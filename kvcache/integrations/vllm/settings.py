@@ -153,6 +153,12 @@ def _tiers(extra_config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [entry for entry in entries if isinstance(entry, Mapping) and entry.get("module_path") == __package__]
 
 
+def weights_version(extra_config: Mapping[str, Any], number: int) -> str | int | None:
+    """Return the version of the weights that the tier of this number is opened with."""
+    entry = _tiers(extra_config)[number] if is_engine_spec(extra_config) else extra_config
+    return entry.get("weights_version")
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where kvcache plugs into vLLM, parsed: `OurManager` or `OurTier`.

@@ -202,6 +202,13 @@ class DiskTier(JobTier):
             return None
 
     @staticmethod
+    def recorded_fingerprint(path: Path) -> dict[str, Any] | None:
+        """Return the fingerprint of the blocks at `path`, or None without a tier there."""
+        with suppress(OSError, ValueError), closing(TierDirectory(path, None, read_only=True)) as directory:
+            return directory.header.fingerprint
+        return None
+
+    @staticmethod
     def recorded_wear(path: Path, capacity_bytes: int, block_bytes: int = 0) -> Wear | None:
         """Return the wear recorded at `path`, for a tier of `capacity_bytes`.
 
