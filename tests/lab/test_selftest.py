@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,6 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("typer")
 
 import torch
+from servers import find_valkey, running_valkey
 
 from kvcache.lab.selftest import copies, kills, machine, rates, rows
 from kvcache.tiers.disk.tier import DiskTier
@@ -55,6 +57,20 @@ def test_kills_compare_what_tier_holds(tmp_path, monkeypatch, is_damaged, verdic
     assert (row.figures["wrong"] == row.figures["compared"]) is is_damaged
 
 
+@pytest.mark.slow
+def test_kills_leave_store_as_found():
+    valkey = pytest.importorskip("valkey")
+    if find_valkey() is None:
+        pytest.skip("needs valkey-server or redis-server")
+    with running_valkey() as port:
+        client = valkey.Valkey(port=port)
+        client.set("kvcache:another", b"1")
+        [row] = kills.check_kills("shared store", {"type": "valkey", "url": f"valkey://127.0.0.1:{port}"}, 0)
+        assert (row.verdict, row.figures["wrong"]) == ("ok", 0)
+        assert row.figures["compared"] > 0
+        assert client.keys() == [b"kvcache:another"]
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """Rates of a few small blocks."""
@@ -80,7 +96,7 @@ def test_selftest_report_names_nobody(run, tmp_path, quick):
 
 @pytest.mark.slow
 def test_selftest_without_room_says_so(run, tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(machine, "memory_left", lambda: (1 << 20, "the cgroup"))
+    monkeypatch.setattr(machine, "memory_left", lambda: (1 << 20, "/sys/fs/cgroup/user-7/memory.max = 9"))
     monkeypatch.setattr(rates, "memory_left", lambda: (1000, "the cgroup"))
     full = os.statvfs(tmp_path)
     usage = type("Usage", (), {"free": 1000, "total": full.f_blocks * full.f_frsize})
@@ -94,6 +110,9 @@ def test_selftest_without_room_says_so(run, tmp_path, quick, monkeypatch):
         "disk": found["disk"],
     }
     assert found["disk"].startswith("not tested: it needs ")
+    assert {row["subject"]: row["text"] for row in json.loads(out)["rows"]}[
+        "memory"
+    ] == "1 MiB left by a cgroup's limit"
 
 
 @pytest.mark.slow
@@ -145,6 +164,13 @@ def test_rows_hide_names_in_errors():
 
     [row] = rows.guarded("disk", fail, ["/mnt/secret", "host7"])
     assert (row.verdict, row.text) == ("WRONG", "FileNotFoundError: ***/kv of *** is missing")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory"), RuntimeError("out of memory")])
+def test_rows_without_memory_are_skipped(monkeypatch, error):
+    monkeypatch.setattr(copies, "Geometry", Mock(side_effect=error))
+    [row] = rows.guarded("copies", lambda: copies.check_copies(CPU, 0), [])
+    assert (row.verdict, row.text.partition(":")[0]) == ("skipped", "stopped, too little memory")
 
 
 @pytest.mark.slow

@@ -74,7 +74,8 @@ def selftest(
     }
     num_wrong, num_slow, num_skipped = (sum(row.verdict == kind for row in rows) for kind in (WRONG, SLOW, SKIPPED))
     counts = [f"{count} {name}" for count, name in ((num_slow, "suspicious"), (num_skipped, "not tested")) if count]
-    verdict = f"kvcache works on this machine; {' and '.join(counts) or 'every row is ok'}."
+    found = "no fault was found" if num_skipped else "kvcache works on this machine"
+    verdict = f"{found}; {' and '.join(counts) or 'every row is ok'}."
     if json is not None and json != "-":
         verdict += f" {json} holds figures, and no names of hosts, users or paths: it can be sent."
     common.report(json, document, _table(rows), "" if num_wrong else verdict)

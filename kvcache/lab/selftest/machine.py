@@ -39,7 +39,9 @@ def found(device: torch.device) -> Iterator[Row]:
     facts = {name: value for name, value in _environment(device).items() if value not in ("", None)}
     yield Row("found", ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()), OK, facts)
     left = memory_left()
-    text = "unlimited" if left is None else f"{format_size(left[0])} left by {left[1]}"
+    # The path of a cgroup may name a user or a container.
+    source = "" if left is None else "a cgroup's limit" if left[1].startswith("/") else left[1]
+    text = "unlimited" if left is None else f"{format_size(left[0])} left by {source}"
     yield Row("memory", text, OK, {"left_bytes": None if left is None else left[0]})
     if left is not None and left[0] < 4 * _POOL_BYTES:
         yield Row("pinned memory", f"not tried: it needs {format_size(4 * _POOL_BYTES)} of free memory", SKIPPED)

@@ -32,7 +32,10 @@ def guarded(subject: str, check: Callable[[], Iterator[Row]], names: list[str]) 
     except Exception as error:
         # A device, driver or file system may raise anything; the other checks still run.
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        yield Row(subject, without(f"{type(error).__name__}: {text}", names), WRONG)
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+        is_short = isinstance(error, MemoryError) or re.search("out of memory|allocate memory", text)
+        text = f"stopped, too little memory: {text}" if is_short else text
+        yield Row(subject, without(text, names), SKIPPED if is_short else WRONG)
 
 
 def private_names(*paths: Path | None) -> list[str]:
