@@ -296,6 +296,18 @@ class CallStats:
 
 
 @dataclass(frozen=True, slots=True)
+class HintStats:
+    """The answers to actions of one type, of clients and routers; see `kvcache.hints`."""
+
+    accepted: int = counter("actions", "Actions of hints that were executed.")
+    clipped: int = counter("actions", "Actions of hints that were executed in part, up to a limit.")
+    deferred: int = counter("actions", "Actions of hints that were tried again later.")
+    rejected: int = counter("actions", "Actions of hints that were not executed.")
+    missing: int = counter("actions", "Actions of hints whose session is unknown, or whose blocks are nowhere.")
+    ignored: int = counter("actions", "Actions of hints of an unknown type or version, or with invalid fields.")
+
+
+@dataclass(frozen=True, slots=True)
 class EventStats:
     """The events that wait for `take_events`."""
 

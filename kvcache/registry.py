@@ -234,6 +234,7 @@ COMMANDS = Registry(
         "status": "kvcache.exporters.commands:StatusCommand",
         "samples": "kvcache.exporters.commands:SamplesCommand",
         "next_version": "kvcache.exporters.commands:NextVersionCommand",
+        "hints": "kvcache.exporters.commands:HintsCommand",
         "record": "kvcache.recorder.command:RecordCommand",
     },
     "kvcache.control.telemetry:Command",

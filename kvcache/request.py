@@ -1,21 +1,17 @@
 """One request's state: its context, its key positions, and its retention hint.
 
-A hint comes with the context, or from a client through `kv_transfer_params["kvcache"]`. Clients may send anything:
-types and lengths are checked before a value is read or formatted, and invalid hints are ignored and counted.
+A hint comes with the context, or from a client: see `kvcache.hints`.
 """
 
 from __future__ import annotations
 
 import enum
-import logging
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
 from typing import Any, TypeVar
 
 from kvcache.keys import GROUP_PART
-
-_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -29,11 +25,11 @@ _MAX_SHOWN_BITS = 256
 def check_next_use(next_use: object) -> str:
     """Return `next_use` if it is one of `NEXT_USES`; ValueError otherwise."""
     if type(next_use) is not str or next_use not in NEXT_USES:
-        raise ValueError(f"next_use must be one of {', '.join(map(repr, NEXT_USES))}, got {_shown(next_use)}")
+        raise ValueError(f"next_use must be one of {', '.join(map(repr, NEXT_USES))}, got {shown(next_use)}")
     return next_use
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return `value` for an error message in constant time: long texts are cut, containers only named."""
     if isinstance(value, str | bytes):
         text = repr(value[:_MAX_SHOWN_CHARS])
@@ -82,6 +78,8 @@ class ReqContext:
         The client's parameters for KV transfer.
     retention : Retention, optional
         How long the request's blocks should stay.
+    kv_hints : dict or object, optional
+        The envelope of a client's or router's hints; see `kvcache.hints`.
 
     Notes
     -----
@@ -99,6 +97,7 @@ class ReqContext:
     __slots__ = (
         "__weakref__",
         "_state",
+        "kv_hints",
         "kv_transfer_params",
         "positions",
         "req_id",
@@ -107,16 +106,26 @@ class ReqContext:
     )
 
     def __init__(
-        self, req_id: str = "", kv_transfer_params: dict[str, Any] | None = None, retention: Retention | None = None
+        self,
+        req_id: str = "",
+        kv_transfer_params: dict[str, Any] | None = None,
+        retention: Retention | None = None,
+        kv_hints: object = None,
     ) -> None:
         if retention is not None and not isinstance(retention, Retention):
             raise ValueError(f"retention must be a Retention or None, got {retention!r}")
         self.req_id = req_id
         self.kv_transfer_params = kv_transfer_params
+        self.kv_hints = kv_hints
         self.retention = retention
         self._state: dict[type, Any] | None = None
         self.positions: dict[bytes, int] | None = None
         self.request_keys: dict[Any, Any] = {}
+
+    @property
+    def may_have_hints(self) -> bool:
+        """Whether a hint came with the request, valid or not."""
+        return not (self.retention is None and self.kv_transfer_params is None and self.kv_hints is None)
 
     def __repr__(self) -> str:
         return f"ReqContext(req_id={self.req_id!r})"
@@ -193,55 +202,6 @@ def path_after(positions: dict[bytes, int], num_old: int, group: bytes, block_to
     newest = list(islice(reversed(positions.items()), len(positions) - num_old))
     # Positions within a block are those of states that an engine looks for between blocks.
     return [key for key, end in newest[::-1] if key[GROUP_PART] == group and end % block_tokens == 0]
-
-
-_HINT_FIELDS = ("next_use", "priority", "ttl_s")
-"""Only the first one is read. Older clients send the others."""
-
-
-class HintReader:
-    """Read the hints of one manager's requests, and count the invalid ones.
-
-    Any hint costs microseconds: nothing longer than a field's name or value is formatted, hashed or copied.
-    """
-
-    def __init__(self) -> None:
-        self.num_ignored = 0
-
-    def of(self, req_context: ReqContext) -> Retention | None:
-        """Return the request's hint, or None."""
-        retention = req_context.retention
-        if retention is not None:
-            if not isinstance(retention, Retention):
-                raise ValueError(f"retention must be a Retention or None, got {retention!r}")
-            return retention
-        params: Any = req_context.kv_transfer_params
-        if not isinstance(params, dict) or "kvcache" not in params:
-            return None
-        hint: Any = params["kvcache"]
-        try:
-            retention = parse_hint(hint)
-        except ValueError as error:
-            self._count_ignored(error)
-            return None
-        if len(hint) > ("next_use" in hint):
-            self._count_ignored("priority and ttl_s have no effect, use next_use")
-        return retention
-
-    def _count_ignored(self, reason: object) -> None:
-        if self.num_ignored == 0:
-            _logger.warning("ignoring a retention hint: %s", reason)
-        self.num_ignored += 1
-
-
-def parse_hint(hint: object) -> Retention:
-    """Return a client's hint, without its priority and TTL; ValueError names the first invalid field."""
-    if type(hint) is not dict:
-        raise ValueError(f"it must be a dict, got {_shown(hint)}")
-    for name in islice(hint, len(_HINT_FIELDS) + 1):
-        if type(name) is not str or name not in _HINT_FIELDS:
-            raise ValueError(f"it may hold next_use, got {_shown(name)}")
-    return Retention(hint.get("next_use"))
 
 
 class OffloadPolicy(enum.Enum):

@@ -28,6 +28,8 @@ class OffloadingManager(ABC):
         The source of exporters, if a spec created the manager. Closed by `shutdown`.
     recorder : kvcache.recorder.recorder.Recorder or None
         The recorder of the manager's calls. Stopped by `shutdown`.
+    hints : kvcache.control.hints.HintBoard or None
+        Executes the hints of clients and routers, if an engine drives it.
 
     Notes
     -----
@@ -41,6 +43,7 @@ class OffloadingManager(ABC):
     medium: str
     telemetry: Any = None
     recorder: Any = None
+    hints: Any = None
     _next_version: str | int | None = None
 
     @abstractmethod
@@ -143,6 +146,38 @@ class OffloadingManager(ABC):
         `arc`, ``"end"`` moves the given keys, or the blocks that only the request has used at its end, to the end of
         their list that is evicted first.
         """
+
+    def prefetch(self, keys: Keys) -> str:
+        """Begin to bring blocks from lower tiers into host memory, without a request for them.
+
+        Parameters
+        ----------
+        keys : iterable of bytes
+            In prefix order.
+
+        Returns
+        -------
+        str
+            ``"accepted"``, ``"clipped"`` (only the first blocks fit), ``"deferred"`` (call again for the rest),
+            ``"missing"`` (no tier holds the first one) or ``"rejected"``, as by a manager without tiers.
+        """
+        return "rejected"
+
+    def demote(self, request_or_keys: ReqContext | Keys) -> str:
+        """Write blocks to lower tiers now if their rule is to write them, and evict them from host memory first.
+
+        Parameters
+        ----------
+        request_or_keys : ReqContext or iterable of bytes
+            As for `hint`.
+
+        Returns
+        -------
+        str
+            ``"accepted"``, ``"deferred"`` (call again for the rest), ``"missing"`` (host memory has none of them) or
+            ``"rejected"``, as by a manager without tiers.
+        """
+        return "rejected"
 
     def on_schedule_end(self) -> None:  # noqa: B027
         """Called at the end of a scheduler step."""

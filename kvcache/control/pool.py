@@ -19,12 +19,13 @@ from kvcache.control.pool_clock import PoolClock
 from kvcache.control.reuse_filter import ReuseFilter
 from kvcache.core.event_log import EventLog
 from kvcache.events import OffloadingEvent
+from kvcache.hints import HintReader
 from kvcache.keys import as_key_list
 from kvcache.metrics import MANAGER_METRICS, EventStats, ManagerStats, Part, PolicyStats
 from kvcache.options import check_int, check_windows
 from kvcache.policies.base import CachePolicy
 from kvcache.registry import POLICIES
-from kvcache.request import HintReader, ReqContext, RequestAges, check_next_use
+from kvcache.request import ReqContext, RequestAges, check_next_use
 from kvcache.specs import CPULoadStoreSpec, LoadStoreSpec, PrepareStoreOutput
 
 if TYPE_CHECKING:
@@ -235,9 +236,7 @@ class BlockPool:
         return self._open(req_context) if request_keys is None else request_keys
 
     def _open(self, req_context: ReqContext) -> Any:
-        hint = None
-        if req_context.retention is not None or req_context.kv_transfer_params is not None:
-            hint = self._hints.of(req_context)
+        hint = self._hints.of(req_context) if req_context.may_have_hints else None
         # The positions contain all keys of the prompt: allocate the index for all of them.
         num_keys = len(req_context.positions or ())
         request_keys = self._cache.open_request(None if hint is None else hint.next_use, num_keys)

@@ -59,6 +59,26 @@ class NextVersionCommand(Command):
         return {"version": version}
 
 
+@dataclass(frozen=True)
+class HintsOptions(Options):
+    """The options of a `HintsCommand`."""
+
+    hints: Any = option(lambda name, value: value, None, when="always: an envelope or its short form")
+
+
+class HintsCommand(Command):
+    """Execute hints that come without a request."""
+
+    options = HintsOptions
+
+    def run(self, **options: Any) -> Any:
+        """Return ``{"answers": [...]}``, one for each action."""
+        manager = self.telemetry.manager
+        if manager is None or manager.hints is None:
+            raise ValueError("this process executes no hints; an engine of a node's pool leaves them to the owner")
+        return {"answers": manager.hints.ask(options.get("hints"))}
+
+
 def _value(sample: Sample) -> Any:
     return asdict(sample.value) if isinstance(sample.value, HistogramData) else sample.value
 

@@ -19,7 +19,7 @@ import struct
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -155,6 +155,30 @@ def name_next_version(version: str | int | None, paths: Iterable[str | Path] | N
                     ask(named, "next_version")
             raise
     return sockets
+
+
+def send_hints(hints: Mapping[str, Any], paths: Iterable[str | Path] | None = None) -> list[list[str]]:
+    """Send hints that belong to no request to some engines, and return their answers.
+
+    Parameters
+    ----------
+    hints : mapping
+        An envelope as in `kvcache.hints`, or its short form.
+    paths : iterable of str or Path, optional
+        Status sockets; None: those of all engines of this user in the default folder.
+
+    Returns
+    -------
+    list of list of str
+        Of each engine, one answer for each action; a missing one is "".
+
+    Raises
+    ------
+    OSError, ValueError
+        An engine does not answer, or refuses; see `ask`.
+    """
+    sockets = live_sockets() if paths is None else paths
+    return [ask(path, "hints", hints=hints)["answers"] for path in sockets]
 
 
 class StatusServer(Exporter):

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -24,13 +23,14 @@ from kvcache.background import Background, after_fork
 from kvcache.block import ABSENT, ASK_AGAIN, READY
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.epoch import Epoch, without_weights
+from kvcache.hints import NEXT_USE, HintAction, HintReader, actions_of
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats, NodeStats, Part
 from kvcache.node import protocol
 from kvcache.node.batch import LastLookUp, pack_keys
 from kvcache.node.link import ANSWER_S, Link, connect
 from kvcache.node.prompt import Phase, Prompt
-from kvcache.request import HintReader, ReqContext, RequestAges, RequestOffloadingContext
+from kvcache.request import ReqContext, RequestAges, RequestOffloadingContext
 from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.transfer.shared_file import SharedBlocks
 
@@ -326,10 +326,12 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._last_number = self._last_number % 0x7FFFFFFF + 1
         with self._lock:
             prompt = self._prompts[req_context] = Prompt(self._last_number, self._is_hybrid, self.asks_tiers)
-        if req_context.retention is not None or req_context.kv_transfer_params is not None:
-            hint = _HINTS.of(req_context)
-            if hint is not None:
-                self._link.tell(protocol.OPEN, 0, prompt.number, json.dumps(asdict(hint)).encode())
+        if req_context.may_have_hints and (hint := _HINTS.of(req_context)) is not None:
+            carried = actions_of(req_context)
+            # A key has more than the hash of its block here.
+            actions = [one._replace(hashes=None, answer="rejected") if one.hashes else one for one in carried]
+            actions.append(HintAction(NEXT_USE, hint.next_use))
+            self._link.tell(protocol.OPEN, 0, prompt.number, json.dumps(actions).encode())
         return prompt
 
     def _end_if_done(self, prompt: Prompt, req_context: Any) -> None:

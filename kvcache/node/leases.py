@@ -15,11 +15,13 @@ import numpy as np
 
 from kvcache.block import ABSENT, ASK_AGAIN, PENDING, READY
 from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.control.hints import HintBoard
+from kvcache.hints import HintAction, own_use
 from kvcache.node import protocol
 from kvcache.node.batch import count_leases
 from kvcache.node.ledger import OWNER, Ledger, PoolLedger
 from kvcache.node.protocol import EPOCH_BYTES, Frame, pack, unpack_json, unpack_keys, unpack_slots
-from kvcache.request import ReqContext, Retention, parse_hint, path_after
+from kvcache.request import ReqContext, Retention, path_after
 from kvcache.tiering.manager import TieredOffloadingManager
 
 _STEP_SLOTS = 4096
@@ -107,6 +109,7 @@ class NodeLeases:
         # The group whose keys are the path of a request, if the policy knows the windows of the others.
         self._path_group = None if windows is None else windows.index(None).to_bytes(4, "big")
         self._hooks = PoolLedger(manager.pool, ledger)
+        self.hints = HintBoard(manager, owns_keys=False)
         # Per epoch that no engine has any more: from which slot on its blocks must still be searched.
         self._left: dict[bytes, int] = {}
 
@@ -169,7 +172,8 @@ class NodeLeases:
             self._left[epoch] = 0
 
     def step(self) -> None:
-        """Mark some blocks of an epoch without engines to be evicted first."""
+        """Execute hints, and mark some blocks of an epoch without engines to be evicted first."""
+        self.hints.step()
         if self._left:
             epoch, first = next(iter(self._left.items()))
             slots = self.ledger.slots_of(epoch, first, _STEP_SLOTS)
@@ -200,7 +204,10 @@ class NodeLeases:
             self.enter(engine, frame.payload, is_reset=True)
             return pack(protocol.DONE, 0, request)
         if op == protocol.OPEN:
-            engine.leases.setdefault(request, Lease(parse_hint(unpack_json(frame.payload))))
+            actions = [HintAction(*row) for row in unpack_json(frame.payload)]
+            if request not in engine.leases:
+                lease = engine.leases[request] = Lease(Retention(own_use(actions)))
+                self.hints.begin(lease.context, actions)
         elif op == protocol.STORED:
             # A request may end before its stores do.
             context = engine.leases[request].context if request in engine.leases else None
@@ -214,6 +221,7 @@ class NodeLeases:
             self._release(engine, lease)
             context = lease.read_ends() if lease.num_path_positions else self._use_path(lease)
             self.manager.on_request_finished(context, use_positions=self._path_group is None and bool(frame.flag))
+            self.hints.end(context)
         elif op == protocol.USE and self._path_group is not None:
             self._use(engine, frame)
         elif op == protocol.LATE:

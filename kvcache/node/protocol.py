@@ -24,7 +24,7 @@ from kvcache.node.batch import MAX_KEY_BYTES
 from kvcache.options import without_secrets
 from kvcache.transfer.shared_file import make_private, private_folder
 
-VERSION = 5
+VERSION = 6
 EPOCH_BYTES = 8
 """Length of an epoch, the prefix of an engine's keys in the pool. The epoch is empty if the weights are unknown."""
 HEAD = struct.Struct("<IBBHI")

@@ -19,10 +19,11 @@ import msgspec
 import numpy as np
 
 from kvcache.core.index import key_hashes
+from kvcache.hints import actions_of, own_use
 from kvcache.keys import GROUP_PART
 from kvcache.recorder.files import frame_bytes
 from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, NO_CONTEXT, Op
-from kvcache.request import ReqContext, Retention, parse_hint
+from kvcache.request import ReqContext, Retention
 from kvcache.specs import LoadStoreSpec
 
 _LOG = logging.getLogger(__name__)
@@ -183,18 +184,14 @@ class FrameEncoder:
 
 
 def _hint_of(context: ReqContext) -> dict[str, Any]:
-    """Return the hint of a request's context, and that of its client. "?" means an invalid hint."""
+    """Return the hint of a request's context, and that of its client."""
     hint: dict[str, Any] = {}
     if isinstance(context.retention, Retention):
         hint["retention"] = asdict(context.retention)
-    params = context.kv_transfer_params
-    if isinstance(params, dict) and "kvcache" in params:
-        try:
-            parsed = asdict(parse_hint(params["kvcache"]))
-            # Ignored fields are counted, so a rerun needs their names.
-            hint["kvcache"] = dict.fromkeys(params["kvcache"]) | parsed
-        except ValueError:
-            hint["kvcache"] = "?"
+    if actions := actions_of(context):
+        # What is ignored is counted, so a rerun needs a field that is ignored, too.
+        ignored = {"priority": None} if any(action.reason for action in actions) else {}
+        hint["kvcache"] = {"next_use": own_use(actions), **ignored}
     return hint
 
 

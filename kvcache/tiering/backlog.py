@@ -55,6 +55,14 @@ class Backlog:
             self._keys.popleft()
             self.num_dropped += 1
 
+    def late(self, keys: list[bytes]) -> list[bytes]:
+        """Return those of the keys that are not due yet."""
+        return []
+
+    def hurry(self, keys: list[bytes]) -> None:
+        """Offer blocks, in prefix order, before they are due."""
+        self.offer(reversed(keys))
+
     def take(self, num_most: int) -> list[bytes]:
         """Remove and return at most `num_most` keys, each once."""
         return list(dict.fromkeys([self._keys.popleft() for _ in range(min(num_most, len(self._keys)))]))
@@ -118,6 +126,14 @@ class WriteBackBacklog(Backlog):
     def offer_due(self, room: int) -> None:
         num_due = min(room - len(self), len(self.dirty) - (self._max_blocks - self._num_ahead))
         self.offer([self.dirty.popitem(last=False)[0] for _ in range(num_due)])
+
+    def late(self, keys: list[bytes]) -> list[bytes]:
+        return [key for key in keys if key in self.dirty]
+
+    def hurry(self, keys: list[bytes]) -> None:
+        for key in keys:
+            del self.dirty[key]
+        super().hurry(keys)
 
     def touch(self, keys: list[bytes]) -> None:
         _move_to_end(self.dirty, keys)

@@ -23,7 +23,7 @@ from kvcache.control.atomic import Guard, atomic
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.control.pool import BlockPool
 from kvcache.events import OffloadingEvent
-from kvcache.keys import as_key_list
+from kvcache.keys import GROUP_PART, as_key_list
 from kvcache.metrics import ManagerStats, Part
 from kvcache.options import parse_duration
 from kvcache.registry import POLICIES
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvcache.tiers.base.tier import TierResult
 
 _LOG = logging.getLogger(__name__)
+_WORST_FIRST = ("deferred", "missing", "rejected", "clipped", "accepted")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -325,6 +326,37 @@ class TieredOffloadingManager(OffloadingManager):
         check_next_use(next_use)
         if self._is_open:
             self.pool.hint(request_or_keys, next_use)
+
+    @atomic
+    @_while_open("rejected")
+    def prefetch(self, keys: Keys) -> str:
+        keys, now_s = as_key_list(keys), self._clock()
+        parts = {b"": keys}
+        if (windows := self.pool.configuration().get("group_windows")) is not None:
+            parts = {}
+            for key in keys:
+                parts.setdefault(key[GROUP_PART], []).append(key)
+            # A request goes on at its end, so a group with a window needs its last blocks only.
+            parts = {group: part[-(windows[int.from_bytes(group, "big")] or 0) :] for group, part in parts.items()}
+        answers = {self._promotion.prefetch(part, now_s) for part in parts.values()}
+        return next(answer for answer in _WORST_FIRST if answer in answers)
+
+    @atomic
+    @_while_open("rejected")
+    def demote(self, request_or_keys: ReqContext | Keys) -> str:
+        named = request_or_keys.positions or () if isinstance(request_or_keys, ReqContext) else request_or_keys
+        keys = list(named)
+        states = self.pool.states(keys)
+        held = [key for key, state in zip(keys, states, strict=True) if state == READY]
+        if not any(states):
+            return "missing"
+        if not any(controller.may_send(False, self._clock()) for controller in self.controllers):
+            return "rejected"
+        if not self._writing.hurry(held) or PENDING in states:
+            return "deferred"
+        # Not this manager's own hint, which is about the tiers, too.
+        self.pool.hint(request_or_keys if isinstance(request_or_keys, ReqContext) else keys, "end")
+        return "accepted"
 
     @atomic
     def on_schedule_end(self) -> None:

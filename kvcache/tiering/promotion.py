@@ -10,10 +10,12 @@ it loads them, ends, or its deadline passes. Past the deadline, host memory alon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvcache.block import ABSENT, PENDING, READY
+from kvcache.request import ReqContext
 from kvcache.specs import block_ids_of
 from kvcache.tiering.controller import JobState, TierController, TierJob
 from kvcache.tiering.pending import PendingRequest, PendingRequests
@@ -22,13 +24,13 @@ from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
 
 if TYPE_CHECKING:
     from kvcache.control.pool import BlockPool
-    from kvcache.request import ReqContext
     from kvcache.tiering.arbiter import Link, LoadArbiter
     from kvcache.tiering.controller import HostBudget
 
 Source: TypeAlias = TierController | TierJob | None
 """The source of a block: a tier, a job that is loading it already, or None: host memory."""
 _MAX_TIER_LOOKUPS = 64
+_PREFETCH_SHARE, _MAX_UNUSED, _PREFETCH_STEP = 8, 4096, 512
 # Members of an enum are slow to look up.
 _SENT = JobState.SENT
 
@@ -56,6 +58,8 @@ class Promotion:
         self._budget = budget
         self._job_of: dict[bytes, TierJob] = {}
         self.num_loads = 0
+        # Blocks that came without a request in place of others, and that no request has loaded.
+        self._unused: set[bytes] = set()
 
     def find(self, keys: list[bytes], req_context: ReqContext | None) -> tuple[int, int, bool]:
         """Return how many of the first keys are ready, how many behind them are being loaded, and whether to ask again.
@@ -115,6 +119,8 @@ class Promotion:
 
     def note_load(self, keys: list[bytes], req_context: ReqContext | None) -> None:
         """Record that a request loads its blocks: it waits no longer."""
+        if self._unused:
+            self._unused.difference_update(keys)
         if req_context is not None:
             if tried := self._pending.of(req_context).tried:
                 self.num_loads += len(tried.intersection(keys))
@@ -131,6 +137,34 @@ class Promotion:
             self._promote(request, batch, now_s)
         if self._arbiter is not None:
             self._probe(self._arbiter.probes, now_s)
+
+    def prefetch(self, keys: list[bytes], now_s: float) -> str:
+        """Read blocks without a request for them; see `OffloadingManager.prefetch`.
+
+        They take free slots, or a share of the slots of the blocks that the policy evicts next. A block gives its part
+        of the share back when a request loads it, or when it is evicted.
+        """
+        unused = list(self._unused)
+        self._unused = {key for key, state in zip(unused, self._pool.states(unused), strict=True) if state}
+        absent = [key for key, state in zip(keys, self._pool.states(keys), strict=True) if not state]
+        num_free = self._pool.num_free
+        limit = max(num_free, min(self._pool.num_blocks // _PREFETCH_SHARE, _MAX_UNUSED) - len(self._unused))
+        if not absent or limit <= 0:
+            return "rejected" if absent else "accepted"
+        if self._pending.wanting():
+            # Those who wait come first.
+            return "deferred"
+        holders, ask_again = self._ask_tiers(absent[: min(limit, _PREFETCH_STEP)], now_s)
+        if not holders:
+            return "deferred" if ask_again else "missing"
+        request = PendingRequest(ReqContext("prefetch"), math.inf, dict(zip(absent, holders, strict=False)))
+        batch = self._next_batch(request, MAX_STEP_BLOCKS, now_s)
+        self._promote(request, batch, now_s)
+        coming = [key for key in batch if key in self._job_of]
+        self._unused.update(coming[num_free:])
+        if ask_again or len(coming) < len(holders) or len(holders) == _PREFETCH_STEP < min(limit, len(absent)):
+            return "deferred"
+        return "clipped" if len(holders) == limit < len(absent) else "accepted"
 
     def end(self, job: TierJob, arrived: Collection[bytes]) -> None:
         """Commit the blocks that arrived, hold them for the requests that wait, and free the others."""

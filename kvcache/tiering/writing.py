@@ -109,6 +109,20 @@ class Writing:
         controller.backlog.offer(key for key, state in zip(run[::-1], states[::-1], strict=True) if state == READY)
         choice.due.update(key for key, state in zip(run, states, strict=True) if state == PENDING)
 
+    def hurry(self, keys: list[bytes]) -> bool:
+        """Have the next step write those of ready blocks that tiers would get later; return whether all had room."""
+        num_left = 0
+        for controller in self._controllers:
+            backlog, config = controller.backlog, controller.config
+            late = backlog.late(keys)
+            if config.write_policy == "write_through_selective":
+                late = [key for key in keys if self._uses.get(key, 1) < config.num_uses]
+            room = max(0, controller.room(False) - len(backlog))
+            num_left += len(late[room:])
+            self._uses.update(dict.fromkeys(late[:room], config.num_uses))
+            backlog.hurry(late[:room])
+        return not num_left
+
     def offer(self, keys: list[bytes], source: TierController | None) -> None:
         """Offer blocks that became ready to the tiers, but for the one that they came from."""
         for controller in self._controllers:

@@ -23,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcache import events
 from kvcache.control.cpu import CPUOffloadingManager
+from kvcache.control.hints import HintBoard
 from kvcache.control.pool import BlockPool
 from kvcache.integrations.vllm.device_cache import DeviceCache
 from kvcache.integrations.vllm.metrics import MetricsSource
@@ -53,7 +54,9 @@ class EngineRequest(ReqContext):
     )
 
     def __init__(self, req_context: Any) -> None:
-        super().__init__(req_context.req_id, req_context.kv_transfer_params)
+        # From vLLM 0.33 on, a request has an envelope of hints.
+        kv_hints = getattr(req_context, "kv_hints", None)
+        super().__init__(req_context.req_id, req_context.kv_transfer_params, kv_hints=kv_hints)
         # Whether the engine has reported its end; its last stores may still be running.
         self.has_ended = False
         # The keys of the group without a window were used for the positions before this one.
@@ -122,6 +125,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         self._num_resets = 0
         self._failed: list[bytes] = []
         self.device = DeviceCache()
+        self.hints = HintBoard(manager)
         self.metrics = MetricsSource(manager)
         self._release = release
 
@@ -133,6 +137,7 @@ class KVCacheOffloadingManager(OffloadingManager):
         ours = EngineRequest(req_context)
         req_context.set_state(ours)
         self._manager.on_new_request(ours)
+        self.hints.begin(ours)
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -236,9 +241,11 @@ class KVCacheOffloadingManager(OffloadingManager):
             ours.has_ended = True
             self.device.end_request(ours.req_id)
             self._manager.on_request_finished(ours, use_positions=self.path_group is None)
+            self.hints.end(ours)
 
     def on_schedule_end(self, context: Any = None) -> None:
         self.device.end_step(context)
+        self.hints.step()
         self._manager.on_schedule_end()
 
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -73,8 +73,9 @@ def metric_definitions() -> dict[str, Any]:
 
 
 def tier_metric_definitions() -> dict[str, Any]:
-    """Return the declarations of the metrics of one tier."""
-    return {name: metadata for name, metadata in metric_definitions().items() if name.startswith(f"{_PREFIX}tier_")}
+    """Return the declarations of the metrics of one tier, and of the answers to hints."""
+    own = (f"{_PREFIX}tier_", f"{_PREFIX}hint_")
+    return {name: metadata for name, metadata in metric_definitions().items() if name.startswith(own)}
 
 
 class SampleChanges:

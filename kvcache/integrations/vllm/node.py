@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from kvcache.assembly.assemble import OffloadSettings, open_exporters
 from kvcache.block import PENDING, READY
+from kvcache.control.hints import HintBoard
 from kvcache.control.telemetry import Telemetry
 from kvcache.epoch import without_weights
 from kvcache.exporters.status import StatusServer
@@ -132,6 +133,8 @@ class NodeKVCacheOffloadingManager(KVCacheOffloadingManager):
     def __init__(self, manager: NodeManager, folder: Path) -> None:
         super().__init__(manager, installed_release())  # type: ignore[arg-type]
         self._node = manager
+        # The pool's owner executes hints.
+        self.hints, manager.hints = HintBoard(), None
         # The policy needs to know where the run of blocks that memory and tiers hold ends.
         self._found_group = manager.path_group if manager.asks_tiers else None
         self._folder = folder

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcache.assembly.assemble import open_tiers
+from kvcache.control.hints import HintBoard
 from kvcache.integrations.vllm.device_cache import DeviceCache
 from kvcache.integrations.vllm.identity import check_readable, chunk_fingerprint, engine_config
 from kvcache.integrations.vllm.manager import EngineRequest
@@ -122,16 +123,21 @@ class KVCacheTier(SecondaryTierManager):
         has_events = tier_options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if has_events else None
         self._requests: dict[str, _Request] = {}
+        # Host memory is vLLM's.
+        self._hints = HintBoard()
         # Of the current step.
         self._answers: dict[bytes, LookupResult] = {}
         # Of each job: its request, its keys, and how many of them had no room.
         self._engine_jobs: dict[int, tuple[str, list[bytes], int]] = {}
         self._num_refused = 0
         self._results: list[JobResult] = []
-        self._changes = SampleChanges(tier_metric_definitions())
-        self._labels = (("tier", f"{_place_of(options, offloading_spec)}:{tier_type}"), ("medium", str(tier.medium)))
         # Tokens and bytes of a block.
         self._block_sizes = offloading_spec.tokens_per_block[0] * offloading_spec.blocks_per_chunk, row_bytes
+        changes = SampleChanges(tier_metric_definitions())
+        labels = (("tier", f"{_place_of(options, offloading_spec)}:{tier_type}"), ("medium", str(tier.medium)))
+        self._changes_of: Callable[[Any, list[Part]], Any] = lambda stats, more: changes.since_last(
+            [Part("tier", stats, labels), *more], *self._block_sizes
+        )
         self._device = DeviceCache()
         self._device.is_exact = len(offloading_spec.config.groups) == offloading_spec.blocks_per_chunk == 1
         self._next_stats_s = 0.0
@@ -141,7 +147,9 @@ class KVCacheTier(SecondaryTierManager):
     clock = staticmethod(time.monotonic)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        self._requests[req_context.req_id] = _Request(req_context)
+        request = self._requests[req_context.req_id] = _Request(req_context)
+        self._hints.begin(request)
+        self._hints.step()
         self._device.begin(req_context.req_id)
         return RequestOffloadingContext(policy=OffloadPolicy(self._options.offload_policy))
 
@@ -314,8 +322,7 @@ class KVCacheTier(SecondaryTierManager):
         self._next_stats_s = now_s + _STATS_INTERVAL_S
         stats = self._controller.stats()
         tier = replace(stats.tier, refused_blocks=stats.tier.refused_blocks + self._num_refused)
-        part = Part("tier", replace(stats, tier=tier), self._labels)
-        return self._changes.since_last([part], *self._block_sizes)
+        return self._changes_of(replace(stats, tier=tier), self._hints.parts())
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
