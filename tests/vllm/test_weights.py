@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+from contextlib import nullcontext
 
 import pytest
 from engine_process import running, scale
@@ -129,23 +130,35 @@ def store_options(kind, tmp_path, request):
 
 
 def update_under(engine, prompt, num_tokens, version, **reset):
-    """Update the weights under a request that has computed `num_tokens`; return whether vLLM emptied its device."""
+    """Update the weights under a request that has computed `num_tokens`; return whether vLLM emptied its device.
+
+    0 tokens: the request's blocks are being loaded. If vLLM refuses the reset then, it is repeated after the request.
+    """
     from vllm import SamplingParams
+    from vllm.v1.request import RequestStatus
 
     core, llm = engine.llm.llm_engine.engine_core.engine_core, engine.llm.llm_engine
+    if not num_tokens:
+        engine.ask_each([prompt])
+        engine.drop_device_cache()
     sampling = SamplingParams(max_tokens=12, temperature=0, detokenize=False, ignore_eos=True)
     llm.add_request("over the update", {"prompt_token_ids": prompt}, sampling)
     (running,) = engine.scheduler.requests.values()
-    while running.num_computed_tokens < num_tokens:
+    while (
+        running.num_computed_tokens < num_tokens
+        if num_tokens
+        else running.status != RequestStatus.WAITING_FOR_REMOTE_KVS
+    ):
         llm.step()
     core.pause_scheduler("keep", clear_cache=False)
     engine.llm.apply_model(scale)
     engine.manager._manager.name_next_version(version)
-    is_empty = engine.llm.reset_prefix_cache(reset_connector=True, **reset)
+    with pytest.raises(RuntimeError, match="KV transfer") if reset and not num_tokens else nullcontext():
+        is_empty = engine.llm.reset_prefix_cache(reset_connector=True, **reset)
     core.resume_scheduler()
     while llm.has_unfinished_requests():
         llm.step()
-    return is_empty
+    return is_empty if num_tokens or not reset else engine.llm.reset_prefix_cache(reset_connector=True, **reset)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +170,10 @@ def update_under(engine, prompt, num_tokens, version, **reset):
         ("valkey", "v1", 642, {}),
         ("node", None, 256, {}),
         ("node", "v1", 642, {}),
+        ("disk", "v1", 0, {}),
+        ("disk", "v1", 0, {"reset_running_requests": True}),
+        ("valkey", "v1", 0, {"reset_running_requests": True}),
+        ("node", "v1", 0, {"reset_running_requests": True}),
     ],
 )
 def test_request_over_update_stores_nothing(
