@@ -158,9 +158,9 @@ class EngineTiering:
         """Step until no transfer is under way."""
         settle(self.manager, self.step)
 
-    def store(self, blocks: Sequence[Any]) -> list[Any]:
-        """Serve a request that computes `blocks`; return what host memory took."""
-        context = self.request(blocks)
+    def store(self, blocks: Sequence[Any], context: Any = None) -> list[Any]:
+        """Serve a request that computes `blocks`, by default a new one; return what host memory took."""
+        context = context or self.request(blocks)
         output = self.manager.prepare_store(blocks, context)
         stored = [] if output is None else output.keys_to_store
         for one, chunk in zip(stored, [] if output is None else output.store_spec.chunk_ids, strict=True):

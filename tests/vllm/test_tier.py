@@ -14,6 +14,7 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from waiting import wait_until
 
+from kvcache.tiers.base.lifecycle import State
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import directory_bytes
 from kvcache.tiers.disk.header import capacity_for
@@ -120,6 +121,36 @@ def test_tier_drain_and_reset_keep_blocks(make, entry):
     getattr(engine.manager, "on_reset_flushed", lambda: None)()
     assert not engine.manager._jobs
     assert engine.load(keys(*range(8))) == 8
+
+
+def test_tier_forgetting_refuses_older_requests(make, entry):
+    engine = make(entry | {"forget_on_reset": True})
+    engine.write(0, 1)
+    older = engine.request(keys(2, 3))
+
+    def forget():
+        engine.forget_host()
+        # Until the reset is durable, the tier refuses every store.
+        wait_until(lambda: engine.step() or engine.tier._controller.tier._life.state is State.OPEN)
+
+    def stored(*numbers, context=None):
+        before = engine.counters.stored_blocks
+        assert engine.store(keys(*numbers), context) == keys(*numbers)
+        engine.settle()
+        return engine.counters.stored_blocks - before
+
+    forget()
+    later = engine.request(keys(6, 7))
+    assert [engine.find(keys(*pair), context) for pair, context in (((2, 3), older), ((6, 7), later))] == [0, 0]
+    assert engine.load(keys(0, 1)) == 0
+    assert stored(2, 3, context=older) == 0
+    # The device may hold blocks 4 and 5 from before the reset; it lacked block 6 when the request looked it up.
+    assert stored(4, 5) == 0
+    assert stored(6, 7, context=later) == 2
+    figures = engine.manager.get_stats().reduce()
+    assert sum(value for name, value in figures.items() if "job_failures" in name) == 0
+    forget()
+    assert (engine.load(keys(6, 7)), stored(8, 9)) == (0, 2)
 
 
 def test_tier_removes_killed_engines_region(make, disk):
