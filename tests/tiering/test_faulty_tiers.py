@@ -1,4 +1,8 @@
-"""Two tiers that refuse, fail, lie, come late and reset badly: no slot used twice, no leaked reference, no old byte."""
+"""Engines over two tiers that refuse, fail, lie, raise, come late and reset badly, in random orders.
+
+No slot is used twice, no reference leaks, no old byte is loaded, nothing reaches the scheduler. From where each walk
+ends, two futures are played: every job completes, or none ever does. In both, every request ends.
+"""
 
 import random
 
@@ -13,90 +17,101 @@ from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.base.tier import TierResult
 
-NUM_BLOCKS = 8
+NUM_BLOCKS, DEADLINE_S, MAX_ROUNDS = 8, 4.0, 16
 PROMPTS = [[letter.encode() for letter in text] for text in ("abcd", "abef", "ghij", "klm", "gnop")]
+# What each method answers in the place of its answer; an empty list: it raises.
+NONSENSE = {
+    "lookup": [None, -1, 99, "three", 2.0, True, [1]],
+    "submit_store": [np.zeros(2), "no"],
+    "submit_load": [np.zeros(2), "no"],
+    "get_finished": [
+        *(None, 7, "ab", [None], [TierResult(12345, [b"a"])], [TierResult(None, ["a"])], [TierResult("one", [b"a"])]),
+        *([TierResult(1, [b"zz", b"yy"], [b"zz"]), TierResult(1, [b"zz"])], [TierResult(2, 5)]),
+        [TierResult(None, removed=[b"a"])],
+    ],
+    "stats": [None, 3],
+    **{name: [] for name in ("cancel", "reset", "touch", "on_request_finished", "shutdown")},
+}
 
 
-def raising(name):
-    """Return a method of `ManualTier` that raises at times."""
+def unruly(name):
+    """Return a method of `ManualTier` that at times raises, or answers nonsense; a job is taken all the same."""
 
     def call(self, *arguments):
-        if self.happens():
-            raise RuntimeError(name)
-        return getattr(ManualTier, name)(self, *arguments)
+        is_job, fails = name.startswith("submit"), self.draw.random() < self.rates.get(name, 0.0)
+        if is_job and self.is_refusing:
+            return False
+        if not fails or is_job:
+            answer = getattr(ManualTier, name)(self, *arguments)
+            if is_job and answer:
+                self.in_use[arguments[0]] = arguments[2]
+            elif name == "get_finished":
+                for result in answer:
+                    del self.in_use[result.job_id]
+        if fails:
+            answer = self.draw.choice([RuntimeError(name), *NONSENSE[name]])
+            if isinstance(answer, Exception):
+                raise answer
+        return answer
 
     return call
 
 
 class UnrulyTier(ManualTier):
-    """Refuses and fails on demand; `in_use` has the host blocks of the jobs that it has not reported.
+    """Refuses on demand; `in_use` has the blocks of jobs not reported, `rates` the share of each method's faults."""
 
-    A share `rate` of its calls raises, or answers nonsense.
-    """
-
-    touch, on_request_finished, stats = raising("touch"), raising("on_request_finished"), raising("stats")
+    locals().update({name: unruly(name) for name in NONSENSE})
 
     def __init__(self, medium, host):
         super().__init__(12, host)
-        self.medium = medium
-        self.in_use = {}
-        self.refuses = self.is_unknown = self.reset_fails = False
-        self.draw, self.rate = random.Random(medium), 0.0
+        self.medium, self.in_use, self.is_refusing = medium, {}, False
+        self.draw, self.rates = random.Random(medium), {}
 
-    def happens(self):
-        return self.draw.random() < self.rate
+    def end_all(self, error=""):
+        for job in list(self.pending):
+            self.end(job, error)
 
-    def lookup(self, keys):
-        if self.happens():
-            return self.draw.choice((None, -1, len(keys), len(keys) + 1, "many"))
-        return None if self.is_unknown else super().lookup(keys)
 
-    def _taken(self, job_id, block_ids, is_taken):
-        if is_taken:
-            self.in_use[job_id] = block_ids
-            if self.happens():
-                raise RuntimeError("taken, and then it raised")
-        return is_taken
+class Request:
+    """One request: it asks, loads, and stores what it computed, each in a step of its own."""
 
-    def submit_store(self, job_id, keys, block_ids):
-        return self._taken(job_id, block_ids, not self.refuses and super().submit_store(job_id, keys, block_ids))
+    def __init__(self, keys):
+        self.context, self.keys, self.state = ReqContext(), keys, "asks"
 
-    def submit_load(self, job_id, keys, block_ids):
-        return self._taken(job_id, block_ids, not self.refuses and super().submit_load(job_id, keys, block_ids))
-
-    def get_finished(self):
-        if self.happens():
-            raise RuntimeError("get_finished")
-        results = super().get_finished()
-        for result in results:
-            del self.in_use[result.job_id]
-        if self.happens():
-            # One twice, and some of nobody's jobs.
-            results += [*results[:1], None, TierResult(10**7, [b"never"]), TierResult(None, removed=[b"a"])]
-        return results
-
-    def reset(self, version=None):
-        if self.reset_fails:
-            raise OSError("the reset failed")
-        super().reset(version)
+    def step(self, world, success=True):
+        manager, context, keys = world.manager, self.context, self.keys
+        if self.state == "asks":
+            num_hits = manager.lookup(keys, context)
+            if num_hits is not None:
+                self.loaded, self.state = keys[:num_hits], "loads"
+                world.check_bytes(self.loaded, manager.prepare_load(self.loaded, context).block_ids)
+        elif self.state == "loads":
+            # Nothing has written to the slots meanwhile.
+            world.check_bytes(self.loaded, [manager.policy.get(key).block_id for key in self.loaded])
+            manager.complete_load(self.loaded, context)
+            manager.touch(keys, context)
+            output = manager.prepare_store(keys, context)
+            self.stored, self.state = ([], "over") if output is None else (output.keys_to_store, "stores")
+            if self.stored:
+                world.fill(self.stored, output.store_spec.block_ids)
+        else:
+            manager.complete_store(self.stored, context, success)
+            self.state = "over"
+        if self.state == "over":
+            world.end(self)
 
 
 class World(Engine):
-    """An engine of three requests over a manager with two tiers; block contents name the key and the reset before."""
+    """Three requests at a time over a manager with two tiers; block contents name the key and the reset before."""
 
-    def __init__(self, **rule):
-        self.clock, self.epoch = Clock(), 0
+    def __init__(self, seed, **rule):
+        self.clock, self.draw, self.epoch = Clock(), random.Random(seed), 0
         self.host = np.zeros((NUM_BLOCKS, 4), np.uint8)
         self.tiers = [UnrulyTier("UPPER", self.host), UnrulyTier("LOWER", self.host)]
         config = TierConfig(deadline_s=3.0, pause_s=2.0, max_failures=2, max_store_blocks=4, **rule)
-        self.manager = TieredOffloadingManager(
-            16,
-            NUM_BLOCKS,
-            [(tier, config) for tier in self.tiers],
-            enable_events=True,
-            deadline_s=4.0,
-            clock=self.clock,
-        )
+        pairs = [(tier, config) for tier in self.tiers]
+        options = {"enable_events": True, "deadline_s": DEADLINE_S, "clock": self.clock}
+        self.manager = TieredOffloadingManager(16, NUM_BLOCKS, pairs, **options)
         self.requests = []
 
     def content(self, key):
@@ -109,210 +124,87 @@ class World(Engine):
         assert self.slots_in_use().isdisjoint(block_ids)
         super().fill(keys, block_ids)
 
-    def request(self, draw):
-        """Begin a request, or take one a step further."""
-        if len(self.requests) < 3 and draw.random() < 0.5:
-            self.requests.append((ReqContext(), draw.choice(PROMPTS)))
-            return
-        if not self.requests:
-            return
-        context, keys = self.requests[draw.randrange(len(self.requests))]
-        num_hits = self.manager.lookup(keys, context)
-        if num_hits is None:
-            if draw.random() < 0.05:
-                self.end(context, keys)
-            return
-        self.load(keys[:num_hits], context)
-        self.manager.touch(keys, context)
-        self.store(keys, context, draw.random() < 0.9)
-        self.end(context, keys)
-
-    def end(self, context, keys):
-        self.requests.remove((context, keys))
-        self.manager.on_request_finished(context)
+    def end(self, request):
+        self.requests.remove(request)
+        self.manager.on_request_finished(request.context)
 
     def step(self):
         self.manager.on_schedule_end()
         # Each slot that a tier uses is referenced or reserved, or withheld, by the manager.
-        stats = self.manager.stats()
-        assert stats.num_free <= NUM_BLOCKS - len(self.slots_in_use())
+        assert self.manager.stats().num_free <= NUM_BLOCKS - len(self.slots_in_use())
 
-    def end_jobs(self, error=""):
-        for tier in self.tiers:
-            for job in list(tier.pending):
-                tier.end(job, error)
-
-    def act(self, draw):
-        kind = draw.random()
-        tier = draw.choice(self.tiers)
-        if kind < 0.45:
-            self.request(draw)
-        elif kind < 0.65:
+    def act(self):
+        kind, tier = self.draw.random(), self.draw.choice(self.tiers)
+        if kind < 0.5:
+            if len(self.requests) < 3 and self.draw.random() < 0.3:
+                self.requests.append(Request(self.draw.choice(PROMPTS)))
+            elif self.requests:
+                request = self.draw.choice(self.requests)
+                request.step(self, self.draw.random() < 0.9)
+                if request.state == "asks" and self.draw.random() < 0.05:
+                    self.end(request)
+        elif kind < 0.68:
             self.step()
         elif kind < 0.9:
             if tier.pending:
-                tier.end(draw.choice(tier.pending), "broken" if draw.random() < 0.15 else "")
+                tier.end(self.draw.choice(tier.pending), "broken" if self.draw.random() < 0.15 else "")
         elif kind < 0.94:
-            self.clock.now_s += draw.choice((0.5, 1.0, 3.0))
+            self.clock.now_s += self.draw.choice((0.5, 1.0, 3.0))
         elif kind < 0.99:
-            name = draw.choice(("refuses", "is_unknown", "reset_fails"))
-            setattr(tier, name, draw.random() < 0.2)
+            tier.is_refusing = self.draw.random() < 0.2
+            self.manager.tier_stats()
         else:
             self.reset()
 
     def reset(self):
+        # The engine drops its loads and stores before a reset; requests that ask go on.
+        for request in [request for request in self.requests if request.state != "asks"]:
+            self.end(request)
         self.manager.reset_cache()
         self.epoch += 1
 
+    def check_ends(self, is_completing):
+        """Play on, and see that all requests end; if jobs complete, before any deadline."""
+        for _ in range(MAX_ROUNDS):
+            for request in list(self.requests):
+                request.step(self)
+            for tier in self.tiers if is_completing else ():
+                tier.end_all()
+            self.step()
+            self.clock.now_s += 0 if is_completing else 0.5 * DEADLINE_S
+        assert self.requests == []
+
     def check_nothing_is_left(self):
-        """End all requests and jobs, then see that every slot is free or holds an unreferenced block."""
-        for tier in self.tiers:
-            tier.refuses = tier.is_unknown = tier.reset_fails = False
-            tier.rate = 0.0
-        for context, keys in list(self.requests):
-            self.end(context, keys)
+        """End all jobs, then see that every slot is free or holds an unreferenced block."""
         for _ in range(12):
             self.clock.now_s += 1.0
-            self.end_jobs()
+            for tier in self.tiers:
+                tier.end_all()
             self.step()
         stats = self.manager.stats()
         assert (stats.num_referenced, stats.num_pending) == (0, 0)
         assert len(self.manager.prepare_store([b"%d" % i for i in range(NUM_BLOCKS)]).keys_to_store) == NUM_BLOCKS
 
 
-@pytest.fixture
-def world():
-    return World()
-
-
+@pytest.mark.parametrize("is_completing", [True, False])
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back", "write_through_selective"])
-def test_random_faults_leave_nothing_behind(write_policy):
+def test_random_faults_leave_nothing_behind(write_policy, is_completing):
     num_loads = 0
-    for seed in range(40):
-        draw, world = random.Random(seed), World(write_policy=write_policy)
-        for step in range(400):
-            # The manager pauses a tier that fails all the time.
+    for seed in range(3 * len(NONSENSE)):
+        world = World(seed, write_policy=write_policy)
+        # No faults, some everywhere, or one method that fails for good.
+        rates = ({}, dict.fromkeys(NONSENSE, 0.05), {list(NONSENSE)[seed // 3]: 1.0})[seed % 3]
+        for step in range(800):
             for tier in world.tiers:
-                tier.rate = 0.05 if seed % 2 and step % 100 < 50 else 0.0
-            world.act(draw)
+                # The manager pauses a tier that fails all the time.
+                tier.rates = rates if step % 100 < 50 else {}
+            world.act()
+        for tier in world.tiers:
+            tier.is_refusing, tier.rates = False, {}
+        world.check_ends(is_completing)
         world.check_nothing_is_left()
         num_loads += world.manager.stats().promoted_loads
+        for tier in world.tiers:
+            tier.rates = rates
+        world.manager.shutdown()
     assert num_loads > 100
-
-
-def test_block_arriving_late_is_not_held(world):
-    world.tiers[0].submit_store(-1, [b"a"], [0])
-    world.host[0] = world.content(b"a")
-    world.end_jobs()
-    world.step()
-    context = ReqContext()
-    assert world.manager.lookup([b"a"], context) is None
-    world.step()
-    world.clock.now_s += 4.0
-    world.step()
-    assert world.manager.lookup([b"a"], context) == 0
-    world.end_jobs()
-    world.step()
-    assert world.manager.lookup([b"a"], context) == 1
-    world.end_jobs()
-    world.step()
-    assert world.manager.stats().num_referenced == 0
-
-
-def test_refused_stores_keep_no_reference(world):
-    for tier in world.tiers:
-        tier.refuses = True
-    world.store(PROMPTS[0])
-    assert world.manager.stats().num_referenced == 0
-    assert [stats.dropped_blocks for stats in world.manager.tier_stats()] == [4, 4]
-
-
-@pytest.mark.parametrize("num_done", [0, 1])
-def test_failed_load_frees_its_blocks(world, num_done):
-    for tier in world.tiers:
-        tier.submit_store(-1, [b"a", b"b"], [0, 0])
-    world.end_jobs()
-    world.step()
-    context = ReqContext()
-    world.manager.lookup([b"a", b"b"], context)
-    world.step()
-    # The first tier that holds the blocks loads them.
-    (job,) = world.tiers[0].pending + world.tiers[1].pending
-    world.tiers[0].get_finished = lambda: [TierResult(job.job_id, job.keys[:num_done], job.keys[num_done:])]
-    world.manager.on_schedule_end()
-    assert world.manager.lookup([b"a", b"b"], context) == num_done
-    assert world.manager.stats().num_free == NUM_BLOCKS - num_done
-    assert [stats.dropped_blocks for stats in world.manager.tier_stats()] == [0, 0]
-
-
-def test_committed_blocks_are_offered_once(world):
-    world.manager.prepare_store([b"a", b"b", b"c"])
-    world.manager.complete_store([b"a"])
-    world.end_jobs()
-    world.step()
-    # Not again a block that is ready already, nor one that was never reserved or failed.
-    world.manager.complete_store([b"a", b"b", b"never"])
-    world.manager.complete_store([b"c"], success=False)
-    assert [job.keys for tier in world.tiers for job in tier.pending] == [[b"b"], [b"b"]]
-    world.end_jobs()
-    world.step()
-    stats = world.manager.tier_stats()
-    assert [(tier.written_blocks, tier.dropped_blocks, tier.num_backlog) for tier in stats] == [(2, 0, 0)] * 2
-
-
-def test_eviction_for_promotion_drops_unwritten_blocks():
-    world = World(write_policy="write_back")
-    world.store([b"%d" % i for i in range(NUM_BLOCKS)])
-    world.tiers[0].refuses = world.tiers[1].refuses = True
-    ManualTier.submit_store(world.tiers[0], -1, [b"a"], [0])
-    world.tiers[0].in_use[-1] = []
-    world.tiers[0].end(world.tiers[0].pending[-1])
-    world.manager.lookup([b"a"], ReqContext())
-    before = world.manager.tier_stats()[0].dropped_blocks
-    world.tiers[0].refuses = False
-    world.step()
-    assert [job.is_load for job in world.tiers[0].pending][-1:] == [True]
-    assert world.manager.tier_stats()[0].dropped_blocks == before + 1
-
-
-def test_reset_drops_what_waits_for_tiers(world):
-    world.tiers[0].submit_store(-1, [b"x"], [0])
-    world.end_jobs()
-    world.step()
-    world.manager.lookup([b"x"], ReqContext())
-    world.step()
-    world.store([b"%d" % i for i in range(6)])
-    world.manager.touch([b"0"], ReqContext())
-    told = []
-    world.tiers[0].touch = lambda *args: told.append(args)
-    world.reset()
-    assert [stats.num_backlog for stats in world.manager.tier_stats()] == [0, 0]
-    # A block of before that arrives during the reset is neither kept nor written.
-    (load,) = (job for job in world.tiers[0].pending if job.is_load)
-    world.tiers[0].end(load)
-    world.step()
-    assert [stats.num_backlog for stats in world.manager.tier_stats()] == [0, 0]
-    world.end_jobs()
-    world.step()
-    world.step()
-    assert told == []
-    assert list(world.manager.take_events()) == []
-    assert [stats.dropped_blocks for stats in world.manager.tier_stats()] == [0, 0]
-
-
-@pytest.mark.parametrize("error", ["", "broken"])
-def test_foreign_keys_in_report_are_ignored(world, error):
-    world.store([b"a", b"b"])
-    list(world.manager.take_events())
-    (job,) = world.tiers[0].pending
-    report = TierResult(job.job_id, [b"a", b"x", b"a"], [b"y", b"b"], error=error)
-    world.tiers[0].get_finished = lambda: [report, TierResult(10**7, [b"never"], removed=[b"a"])]
-    world.step()
-    world.tiers[0].get_finished = list
-    events = [(event.medium, event.removed, event.keys) for event in world.manager.take_events()]
-    assert events == [("UPPER", False, [b"a"])]
-    stats = world.manager.tier_stats()[0]
-    assert (stats.written_blocks, stats.dropped_blocks) == (1, 1)
-    # Blocks that the tier refused are not offered again.
-    assert list(world.manager.controllers[0].backlog.missed) == ([b"b"] if error else [])
-    assert world.tiers[0].pending == [job]

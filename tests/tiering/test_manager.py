@@ -1,4 +1,4 @@
-"""The manager of a host pool with tiers below it."""
+"""The manager of a host pool with tiers below it, call by call; `test_faulty_tiers.py` has random orders of them."""
 
 import time
 
@@ -7,25 +7,25 @@ import pytest
 from engine import Engine
 from stores import Clock
 
-from kvcache.block import BlockStateError
+from kvcache.block import BlockState, BlockStateError
 from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering import promotion
 from kvcache.tiering.controller import HostBudget, JobState, TierConfig, TierController, TierJob
 from kvcache.tiering.manager import TieredOffloadingManager
-from kvcache.tiers.base.tier import TierResult
+from kvcache.tiers.base.tier import MAX_STEP_BLOCKS, TierResult
 
 
 class Bench(Engine):
     """A manager over one hand-driven tier."""
 
-    def __init__(self, num_blocks=3, num_tier_blocks=4, **rule):
+    def __init__(self, num_blocks=3, num_tier_blocks=4, lower=(), **rule):
         self.clock = Clock()
         options = {name: rule.pop(name) for name in ("cache_policy", "deadline_s") if name in rule}
         self.host = np.zeros((num_blocks, 8), np.uint8)
         self.tier = ManualTier(num_tier_blocks, self.host)
         self.manager = TieredOffloadingManager(
-            16, num_blocks, [(self.tier, TierConfig(**rule))], enable_events=True, clock=self.clock, **options
+            16, num_blocks, [(self.tier, TierConfig(**rule)), *lower], enable_events=True, clock=self.clock, **options
         )
 
     def store(self, *keys, context=None):
@@ -34,10 +34,17 @@ class Bench(Engine):
         return output
 
     def step(self, *, error=""):
-        """End every job of the tier, and then the scheduler's step."""
+        """End every job of the tier, and then the scheduler's step; return the keys of the jobs that it sends."""
         for job in list(self.tier.pending):
             self.tier.end(job, error)
         self.manager.on_schedule_end()
+        return [job.keys for job in self.tier.pending]
+
+    def report(self, *results):
+        """End the step in which the tier reports these results."""
+        self.tier.get_finished = lambda: list(results)
+        self.manager.on_schedule_end()
+        del self.tier.get_finished
 
     def on_tier(self, *keys):
         """Bring keys to the tier and out of host memory."""
@@ -67,6 +74,9 @@ class Bench(Engine):
         self.manager.complete_load([key], context)
         return value
 
+    def stats(self):
+        return self.manager.tier_stats()[0]
+
     def events(self):
         return [(event.medium, event.removed, event.keys) for event in self.manager.take_events()]
 
@@ -86,7 +96,7 @@ def test_stored_block_reaches_tier_stays_readable():
     bench.step()
     assert bench.tier.lookup([b"a"]) == 1
     assert bench.manager.stats().num_referenced == 0
-    assert bench.manager.tier_stats()[0].write_seconds.sum == 2.0
+    assert bench.stats().write_seconds.sum == 2.0
     assert bench.events() == [("CPU", False, [b"a"]), ("MANUAL", False, [b"a"])]
 
 
@@ -107,7 +117,7 @@ def test_promoted_block_is_held_until_loaded():
     assert bench.manager.prepare_store(keys_of("xyz")) is None
     assert bench.bytes_of(b"a", context) == b"a"
     assert bench.manager.prepare_store(keys_of("xyz")) is not None
-    assert bench.manager.tier_stats()[0].promoted_blocks == 1
+    assert bench.stats().promoted_blocks == 1
 
 
 def test_absent_block_is_coming_once_stored():
@@ -193,22 +203,24 @@ def test_failed_promotion_leaves_nothing(error, num_ready):
     bench.step(error=error)
     assert bench.manager.lookup([b"a"], context) == num_ready
     assert (bench.manager.stats().num_pending, bench.manager.stats().num_referenced) == (0, num_ready)
-    stats = bench.manager.tier_stats()[0]
+    stats = bench.stats()
     assert (stats.failed_jobs, stats.dropped_blocks) == (1 - num_ready, 0)
     bench.clock.now_s += 2
     bench.manager.on_schedule_end()
     assert bench.manager.stats().num_referenced == 0
 
 
-@pytest.mark.parametrize("error", ["", "half of it"])
-def test_failed_load_teaches_no_rate(monkeypatch, error):
-    bench = Bench(arbiter=True).on_tier(b"a", b"b")
-    bench.ask(b"a", b"b")
+@pytest.mark.parametrize(("error", "arbiter"), [("", True), ("half of it", True), ("", False)])
+def test_half_failed_load_brings_half(error, arbiter):
+    bench, context = Bench(8, arbiter=arbiter).on_tier(b"a", b"b"), ReqContext()
+    bench.ask(b"a", b"b", context=context)
     bench.clock.now_s += 1
     (job,) = bench.tier.pending
-    monkeypatch.setattr(bench.tier, "get_finished", lambda: [TierResult(job.job_id, [b"a"], [b"b"], error=error)])
-    bench.manager.on_schedule_end()
-    assert (bench.manager.tier_stats()[0].load_blocks_per_s > 0) == (not error)
+    bench.report(TierResult(job.job_id, [b"a"], [b"b"], error=error))
+    # It teaches a rate only if nothing failed.
+    assert (bench.stats().load_blocks_per_s > 0) == (arbiter and not error)
+    assert arbiter or bench.manager.lookup([b"a", b"b"], context) == 1
+    assert (bench.manager.stats().num_pending, bench.stats().dropped_blocks) == (0, 0)
 
 
 def test_lost_promotion_is_miss_after_deadline():
@@ -223,7 +235,7 @@ def test_lost_promotion_is_miss_after_deadline():
     bench.manager.on_schedule_end()
     assert bench.manager.lookup(b"a", ReqContext()) is False
     assert bench.manager.stats().num_pending == 1
-    stats = bench.manager.tier_stats()[0]
+    stats = bench.stats()
     assert (stats.overdue_jobs, stats.stuck_blocks, stats.reads, stats.writes) == (1, 1, "open", "closed")
     # Nothing keeps the engine awake for a job that hangs, and no load waits behind it.
     assert bench.manager.controllers[0].link.load_s(0, bench.clock.now_s) == 0
@@ -235,6 +247,15 @@ def test_lost_promotion_is_miss_after_deadline():
     assert bench.manager.stats().num_pending == 0
     assert bench.manager.lookup(b"a", ReqContext()) is True
     assert bench.bytes_of(b"a") == b"a"
+
+
+def test_block_arriving_late_is_not_held():
+    bench, context = Bench(deadline_s=2.0).on_tier(b"a"), ReqContext()
+    bench.ask(b"a", context=context)
+    bench.clock.now_s += 2.0
+    assert bench.ask(b"a", context=context) == 0
+    bench.step()
+    assert (bench.manager.lookup([b"a"], context), bench.manager.stats().num_referenced) == (1, 0)
 
 
 def test_half_open_tier_gets_one_load(monkeypatch):
@@ -258,7 +279,7 @@ def test_slow_tier_counts_dropped_stores():
     bench.step()
     assert bench.jobs() == [(False, [b"e"])]
     bench.step()
-    assert bench.manager.tier_stats()[0].dropped_blocks == 2
+    assert bench.stats().dropped_blocks == 2
 
 
 def test_breaker_tries_one_job_after_failures(caplog):
@@ -269,15 +290,15 @@ def test_breaker_tries_one_job_after_failures(caplog):
         bench.step(error="no space")
     bench.store(b"c")
     assert bench.jobs() == []
-    stats = bench.manager.tier_stats()[0]
+    stats = bench.stats()
     assert (stats.writes, stats.reads, stats.dropped_blocks) == ("open", "closed", 3)
     bench.clock.now_s += 10
     bench.store(b"d")
     bench.store(b"e")
     assert bench.jobs() == [(False, [b"d"])]
-    assert bench.manager.tier_stats()[0].writes == "half_open"
+    assert bench.stats().writes == "half_open"
     bench.step()
-    assert bench.manager.tier_stats()[0].writes == "closed"
+    assert bench.stats().writes == "closed"
     paused, resumed = caplog.records
     assert (paused.levelname, resumed.levelname) == ("WARNING", "INFO")
     assert "writes paused for 10.0 s: no space" in paused.getMessage()
@@ -297,7 +318,7 @@ def test_nth_use_writes_block(num_uses):
         bench.manager.touch([b"a"], later)
         bench.manager.on_request_finished(later)
         bench.manager.on_schedule_end()
-    assert bench.manager.tier_stats()[0].dropped_blocks == 0
+    assert bench.stats().dropped_blocks == 0
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -349,7 +370,7 @@ def test_oldest_blocks_are_written_before_eviction():
     assert ("CPU", True, [b"c"]) in bench.events()
     assert bench.tier.lookup([b"c"]) == 1
     assert bench.jobs() == [(False, [b"a"])]
-    assert bench.manager.tier_stats()[0].dropped_blocks == 0
+    assert bench.stats().dropped_blocks == 0
 
 
 def test_burst_that_loses_blocks_is_foreseen():
@@ -357,11 +378,11 @@ def test_burst_that_loses_blocks_is_foreseen():
     served(bench, "abcdefgh")
     bench.step()
     served(bench, "ijkl")
-    assert bench.manager.tier_stats()[0].dropped_blocks == 2
+    assert bench.stats().dropped_blocks == 2
     for burst in ("mnop", "qrst", "uvwx"):
         bench.step()
         served(bench, burst)
-    assert bench.manager.tier_stats()[0].dropped_blocks == 2
+    assert bench.stats().dropped_blocks == 2
 
 
 def test_reset_is_empty_before_jobs_end():
@@ -458,14 +479,10 @@ def test_bad_arguments_name_the_value():
 
 def test_tiers_own_changes_are_events():
     bench = Bench()
-    results = [TierResult(None, keys_of("ab")), TierResult(77, keys_of("c")), TierResult(None, removed=keys_of("a"))]
-    bench.tier.get_finished = lambda: results
-    bench.manager.on_schedule_end()
+    bench.report(TierResult(None, keys_of("ab")), TierResult(77, [b"c"]), TierResult(None, removed=[b"a"]))
     assert bench.events() == [("MANUAL", False, keys_of("ab")), ("MANUAL", True, keys_of("a"))]
     # A reset drops those that wait for a later step.
-    bench.tier.get_finished = lambda: [TierResult(None, [b"%d" % i for i in range(2000)]), TierResult(None, [b"c"])]
-    bench.manager.on_schedule_end()
-    bench.tier.get_finished = list
+    bench.report(TierResult(None, [b"%d" % i for i in range(2000)]), TierResult(None, [b"c"]))
     bench.manager.reset_cache()
     bench.manager.on_schedule_end()
     assert bench.events() == []
@@ -560,3 +577,223 @@ def test_job_states_follow_one_another():
         controller.give_up_overdue(now_s)
     assert [*states, job.state] == [JobState.UNSENT, JobState.SENT, JobState.SENT, JobState.OVERDUE]
     assert job.is_overdue
+
+
+def test_refused_stores_keep_no_reference():
+    bench = Bench(4)
+    bench.tier.submit_store = lambda *_: False
+    bench.store(*keys_of("abcd"))
+    assert (bench.manager.stats().num_referenced, bench.stats().dropped_blocks) == (0, 4)
+
+
+def test_committed_blocks_are_offered_once():
+    bench = Bench()
+    bench.manager.prepare_store(keys_of("abc"))
+    bench.manager.complete_store([b"a"])
+    bench.step()
+    # Not again a block that is ready already, nor one that was never reserved or failed.
+    bench.manager.complete_store([b"a", b"b", b"never"])
+    bench.manager.complete_store([b"c"], success=False)
+    assert bench.jobs() == [(False, [b"b"])]
+    bench.step()
+    assert (bench.stats().written_blocks, bench.stats().dropped_blocks, bench.stats().num_backlog) == (2, 0, 0)
+
+
+def test_eviction_for_promotion_drops_unwritten_blocks():
+    bench, take = Bench(8, 12, write_policy="write_back"), ManualTier.submit_store
+    bench.tier.submit_store = lambda *_: False
+    bench.store(*keys_of("12345678"))
+    take(bench.tier, -1, [b"a"], [0])
+    bench.step()
+    before = bench.stats().dropped_blocks
+    del bench.tier.submit_store
+    assert bench.ask(b"a") is None
+    assert (True, [b"a"]) in bench.jobs()
+    assert bench.stats().dropped_blocks == before + 1
+
+
+def test_reset_drops_what_waits_for_tiers():
+    lower = ManualTier(12, is_automatic=True)
+    bench, told = Bench(8, 12, lower=[lower]).on_tier(b"x"), []
+    lower._is_automatic = False
+    bench.ask(b"x")
+    bench.store(*keys_of("012345"))
+    bench.manager.touch([b"0"], ReqContext())
+    bench.tier.touch = lambda *args: told.append(args)
+    bench.manager.reset_cache()
+    # A block of before that arrives during the reset is neither kept nor written.
+    (load,) = (job for job in bench.tier.pending if job.is_load)
+    for _ in range(3):
+        assert {(stats.num_backlog, stats.dropped_blocks) for stats in bench.manager.tier_stats()} == {(0, 0)}
+        bench.tier.end(load) if load in bench.tier.pending else bench.step()
+        bench.manager.on_schedule_end()
+    assert (told, bench.events()) == ([], [])
+
+
+@pytest.mark.parametrize("error", ["", "broken"])
+def test_foreign_keys_in_report_are_ignored(error):
+    bench = Bench()
+    bench.store(b"a", b"b")
+    bench.events()
+    (job,) = bench.tier.pending
+    report = TierResult(job.job_id, [b"a", b"x", b"a"], [b"y", b"b"], error=error)
+    bench.report(report, TierResult(10**7, [b"never"], removed=[b"a"]))
+    assert bench.events() == [("MANUAL", False, [b"a"])]
+    assert (bench.stats().written_blocks, bench.stats().dropped_blocks) == (1, 1)
+    # Blocks that the tier refused are not offered again.
+    assert list(bench.manager.controllers[0].backlog.missed) == ([b"b"] if error else [])
+    assert bench.tier.pending == [job]
+
+
+def test_raising_reset_serves_nothing():
+    bench, attempts = Bench(pause_s=2.0).on_tier(b"a"), []
+    inner, bench.tier.reset = bench.tier.reset, lambda *_: attempts.append(1) or 1 / 0
+    bench.manager.reset_cache()
+    for _ in range(10):
+        assert bench.ask(b"a") == 0
+        bench.clock.now_s += 0.5
+    assert len(attempts) == 3
+    assert "reset failed: reset raised" in bench.stats().tier.unavailable_reason
+    bench.tier.reset = inner
+    bench.clock.now_s += 2
+    bench.step()
+    assert bench.tier.lookup([b"a"]) == 0
+    bench.store(b"a")
+    bench.step()
+    assert bench.tier.lookup([b"a"]) == 1
+
+
+@pytest.mark.parametrize("answer", [-2, 5, 2.0, True, "2", [2]])
+def test_impossible_lookup_answer_finds_nothing(answer):
+    tier = ManualTier(8)
+    controller = TierController(tier, TierConfig(), 16, 1, HostBudget(16))
+    for scripted, expected in ((4, 4), (None, None), (answer, 0)):
+        tier.lookup = lambda keys, scripted=scripted: scripted
+        assert controller.lookup(keys_of("abcd"), 0.0) == expected
+    assert controller.stats().tier.last_error == f"lookup returned {answer!r} for 4 keys"
+
+
+def test_stuck_direction_gets_no_job():
+    tier = ManualTier(8)
+    config = TierConfig(max_store_blocks=4, pause_s=1.0, deadline_s=5.0)
+    controller = TierController(tier, config, 16, 1, HostBudget(16))
+    for number, text in enumerate(("ab", "cd")):
+        assert controller.send(TierJob(number, controller, False, keys_of(text), [number, number + 2], 5.0), 0.0)
+    controller.give_up_overdue(5.0)
+    stats = controller.stats()
+    assert (stats.overdue_jobs, stats.stuck_blocks, stats.num_storing) == (2, 4, 4)
+    # After the pause, too, the tier has all blocks that it may have.
+    assert [controller.may_send(False, now_s) for now_s in (5.5, 10.0)] == [False, False]
+    assert (controller.may_send(True, 10.0), controller.room(False)) == (True, 0)
+    while tier.pending:
+        tier.end(tier.pending[0])
+    assert len(controller.get_finished(100, 10.0)) == 2
+    assert (controller.stats().stuck_blocks, controller.room(False)) == (0, 4)
+    assert controller.may_send(False, 10.0)
+
+
+def full(*keys, num_blocks=8, **rule):
+    """Return a bench whose tier was full when it got keys one by one, so that its writes are paused."""
+    bench = Bench(num_blocks, 4 * num_blocks, max_failures=2, pause_s=10.0, **rule)
+    for key in keys:
+        bench.store(key, context=ReqContext())
+        bench.step(error="no space left")
+    assert bench.stats().writes == "open"
+    return bench
+
+
+def recovered(bench):
+    """End the pause and play steps; return the keys of all jobs, in order."""
+    bench.clock.now_s += 10.0
+    return [keys for sent in iter(bench.step, []) for keys in sent]
+
+
+def test_missed_blocks_are_written_after_probe():
+    bench = full(*keys_of("01234"))
+    assert not bench.manager.has_pending_work()
+    assert "writes paused: no space left" in bench.stats().tier.unavailable_reason
+    bench.manager.touch([b"1"], ReqContext())
+    # The latest used block alone, then the rest; in a job, the latest used one is stored last.
+    assert recovered(bench) == [[b"1"], keys_of("0234")]
+    assert (bench.stats().tier.unavailable_reason, bench.stats().dropped_blocks) == ("", 5)
+    assert not bench.manager.has_pending_work()
+    assert all(bench.tier.lookup([key]) for key in keys_of("01234"))
+
+
+def test_write_back_blocks_are_offered_again():
+    bench = full(*keys_of("01234"), num_blocks=4, write_policy="write_back")
+    missed = list(bench.manager.controllers[0].backlog.missed)
+    assert missed
+    assert set(missed) <= {key for keys in recovered(bench) for key in keys}
+    assert all(bench.tier.lookup([key]) for key in missed)
+
+
+def test_failing_probe_is_one_block():
+    bench = full(*keys_of("01234"))
+    for _ in range(3):
+        bench.clock.now_s += 10.0
+        assert [bench.step(error="no space left") for _ in range(2)] == [[[b"4"]], []]
+        assert (bench.stats().writes, bench.stats().dropped_blocks) == ("open", 5)
+    assert recovered(bench)[0] == [b"4"]
+
+
+def test_gone_missed_blocks_are_not_offered():
+    bench = full(*keys_of("01234"))
+    # All of host memory is replaced while the tier is paused.
+    bench.store(*keys_of("abcdefgh"))
+    assert sorted(key for keys in recovered(bench) for key in keys) == keys_of("abcdefgh")
+    assert not bench.manager.controllers[0].backlog.missed
+
+
+def test_reset_forgets_missed_blocks():
+    bench = full(*keys_of("01234"))
+    bench.manager.reset_cache()
+    assert recovered(bench) == []
+    bench.store(b"0")
+    assert bench.jobs() == [(False, [b"0"])]
+    assert recovered(bench) == []
+
+
+def test_step_offers_bounded_number_again():
+    bench = full(b"a", b"b", num_blocks=3 * MAX_STEP_BLOCKS, max_store_blocks=3 * MAX_STEP_BLOCKS)
+    for first in range(0, 2500, 500):
+        bench.store(*(b"%d" % i for i in range(first, first + 500)))
+    bench.clock.now_s += 10.0
+    sizes = [sum(map(len, sent)) for sent in iter(bench.step, [])]
+    assert (sizes[0], sum(sizes)) == (1, 2502)
+    assert max(sizes) <= MAX_STEP_BLOCKS
+    assert bench.manager.stats().num_referenced == 0
+
+
+def test_wait_for_store_ends_at_deadline():
+    bench, asking, other = Bench(8, deadline_s=2.0), ReqContext("asks"), ReqContext("other")
+    keys, manager = keys_of("0123"), bench.manager
+    manager.prepare_store(keys, ReqContext("stores"))
+    # Another request has a deadline of its own.
+    for request, key, after_s in ((asking, b"0", 1.9), (asking, b"0", 0.0), (other, b"1", 0.1)):
+        assert manager.status(key, request) == BlockState.PENDING
+        bench.clock.now_s += after_s
+        manager.on_schedule_end()
+    assert [manager.status(key, asking) for key in keys] == [BlockState.ABSENT] * 4
+    assert manager.status(b"1", other) == BlockState.PENDING
+    manager.complete_store(keys)
+    assert [manager.status(key, asking) for key in keys] == [BlockState.READY] * 4
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_waits_add_up_until_load(loads):
+    bench, asking = Bench(8, deadline_s=2.0).on_tier(b"1"), ReqContext("asks")
+    manager = bench.manager
+    manager.prepare_store([b"0"], ReqContext("stores"))
+    assert manager.status(b"0", asking) == BlockState.PENDING
+    bench.clock.now_s += 1.5
+    manager.complete_store([b"0"])
+    assert manager.status(b"0", asking) == BlockState.READY
+    if loads:
+        manager.prepare_load([b"0"], asking)
+    assert manager.status(b"1", asking) == BlockState.PENDING
+    manager.on_schedule_end()
+    bench.clock.now_s += 0.5
+    manager.on_schedule_end()
+    # A load begins a new wait.
+    assert manager.status(b"1", asking) == (BlockState.PENDING if loads else BlockState.ABSENT)
