@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from reference_gittins import EDGES, ReferenceGittins
 
-from kvcache import CPUOffloadingManager, OffloadingManager, ReqContext, RequestUses
+from kvcache import CPUOffloadingManager, OffloadingManager, ReqContext, RequestUses, Retention
 from kvcache.lab.simulate.run import Replay, ReplayClock
 from kvcache.lab.traces.trace import Trace
 from kvcache.testing import ReferenceManager
@@ -156,13 +156,18 @@ class Both:
         self.compiled: Any = CPUOffloadingManager(16, num_blocks, "gittins", clock=clock)
         self.managers: list[Any] = [self.specified, self.compiled]
 
-    def request(self, keys: list[bytes], is_checked: bool = True) -> tuple[list[bytes], list[bytes]]:
+    def request(
+        self, keys: list[bytes], is_checked: bool = True, next_use: str | None = None, late: str | None = None
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Serve one request, with a hint or with a `late` one that comes after its end."""
         answers = []
         for manager in self.managers:
-            context = ReqContext()
+            context = ReqContext(retention=Retention(next_use))
             manager.touch(keys, context)
             answers.append(stored(manager, keys, context))
             manager.on_request_finished(context)
+            if late is not None:
+                manager.hint(context, late)
         assert answers[1] == answers[0]
         if is_checked:
             self.compiled.policy.check()
@@ -272,6 +277,53 @@ def test_shared_blocks_are_told_apart() -> None:
     serve_all(chats(50, 3))
 
     assert splits == [False, True, False, False]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hints_match_specification(seed: int) -> None:
+    both = Both(60)
+    draw = random.Random(seed)
+    for after_s, keys in chats(300, seed):
+        both.now_s += after_s
+        hints = draw.choices([None, "end", "soon", "later"], k=2)
+        both.request(keys, draw.random() < 0.02, hints[0], hints[1] if draw.random() < 0.5 else None)
+        if draw.random() < 0.1:
+            part, hint = keys[draw.randrange(len(keys)) :], draw.choice(["end", "soon", "later"])
+            for manager in both.managers:
+                manager.hint(part, hint)
+        if draw.random() < 0.2:
+            both.splits()
+
+
+@pytest.mark.parametrize(("next_use", "late"), [("end", None), (None, "end")])
+def test_end_spares_blocks_of_others(next_use: str | None, late: str | None) -> None:
+    both = Both(12)
+    system, sessions = keys_of("system", 4), [keys_of(f"session {i}", 4) for i in range(3)]
+    for own in sessions:
+        both.request(system + own, True, next_use, late)
+    for manager in both.managers:
+        manager.hint(system, "end")
+    policy = both.specified.policy
+    ended = {key for key in policy.group_of if policy.group_of[key].cls // 8 == 1}  # type: ignore[attr-defined]
+    assert ended == {key for own in sessions for key in own}
+
+
+@pytest.mark.parametrize("delay_s", [0.5, 4.0, 9.0])
+def test_late_hint_leaves_classes_apart(delay_s: float) -> None:
+    """Each request is used again after 10 s, but for its last block. Before that, every one is hinted."""
+    now_s = 0.0
+    manager = CPUOffloadingManager(16, 60, "gittins", clock=lambda: now_s)
+    for i in range(500):
+        for turn in range(1, 5):
+            keys, context = [*keys_of(f"session {i}", 8 * turn), b"question %d %d" % (i, turn)], ReqContext()
+            manager.touch(keys, context)
+            stored(manager, keys, context)
+            manager.on_request_finished(context)
+            now_s += delay_s
+            manager.hint(context, "soon")
+            now_s += 10.0 - delay_s
+    worths = manager.policy.worths  # type: ignore[attr-defined]
+    assert worths[0] < worths[2]
 
 
 @pytest.mark.parametrize(("after_s", "is_told_apart"), [(1.0, False), (5.0, True), (15.0, True), (17.0, False)])

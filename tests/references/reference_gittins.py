@@ -67,7 +67,7 @@ class ReferenceGittins(CachePolicy):
     most_passed = 2048
     passing_share = 20
     prior = 4096
-    prior_shared = 512
+    prior_few = 512  # for shared blocks and the hint `end`
     most_sharing = 15
     widely_shared = 2
     judged_bins = range(1, 7)  # ages of 4 to 16 s
@@ -98,6 +98,8 @@ class ReferenceGittins(CachePolicy):
         self.num_again = 0  # uses of keys 4 to 16 s after their previous use, halved at times
         self.num_shared = 0  # of these, uses of widely shared keys
         self.splits_shared = False
+        # By class: expected uses and time of a block that was just used, while it is worth its value.
+        self.first = [(0, 0) for _ in CLASSES]
         self._forget_counts()
         # Incremented by `clear`, to invalidate the groups that open requests refer to.
         self.era = object()
@@ -174,11 +176,14 @@ class ReferenceGittins(CachePolicy):
         for key in keys:
             sharing = self._share(key, not progress.continues) if key in known else 0
             self.sharing[key] = sharing
-            if sharing and self.splits_shared and request.next_use is None:
+            # The end of a session is not that of blocks which other sessions have used.
+            hint = None if request.next_use == "end" and sharing else request.next_use
+            if sharing and self.splits_shared and hint is None:
                 joined = self._join_group(key, FIRST_SHARED + (sharing - 1) // 4, shared, length)
             else:
                 cls = 4 * progress.continues + 2 * (not _is_last(key, keys, request)) + (key in known)
-                joined = self._join_group(key, _hinted(cls, request), progress.groups, length)
+                cls += CLASSES_PER_HINT * NEXT_USES.index(hint)
+                joined = self._join_group(key, cls, progress.groups, length)
             if key not in self.blocks:
                 self.memory[key] = None
             elif key not in self.passing or self.value[joined.cls][0] > lowest:
@@ -191,8 +196,11 @@ class ReferenceGittins(CachePolicy):
         groups: dict[int, Group] = {}
         for key in dict.fromkeys(keys):
             group = self.group_of.get(key)
-            if group is None:
+            if group is None or (next_use == "end" and self.sharing[key]):
                 continue
+            if group.cls < FIRST_SHARED and NEXT_USES[group.cls // CLASSES_PER_HINT] != next_use:
+                self.moved[group.cls][group.bin][NEXT_USES.index(next_use)] += 1
+                self.total += 1
             self._leave(key)
             group.resident.pop(key, None)
             was = group.cls % CLASSES_PER_HINT if group.cls < FIRST_SHARED else 3
@@ -230,9 +238,10 @@ class ReferenceGittins(CachePolicy):
             self.num_shared >>= 1
 
     def _forget_counts(self) -> None:
-        # By class and bin: uses, and keys that grew older unused.
+        # By class and bin: uses, keys that grew older unused, and keys that a late hint moved, by hint.
         self.hit = [[0] * NUM_BINS for _ in CLASSES]
         self.sur = [[0] * NUM_BINS for _ in CLASSES]
+        self.moved = [[[0] * len(NEXT_USES) for _ in BINS] for _ in CLASSES]
         self.total = 0
 
     def _progress(self, request: RequestUses) -> tuple[Progress, bool]:
@@ -447,7 +456,8 @@ class ReferenceGittins(CachePolicy):
         if self.total >= self.halving_total:
             self.hit = [[count >> 1 for count in counts] for counts in self.hit]
             self.sur = [[count >> 1 for count in counts] for counts in self.sur]
-            self.total = sum(map(sum, self.hit + self.sur))
+            self.moved = [[[count >> 1 for count in by_hint] for by_hint in bins] for bins in self.moved]
+            self.total = sum(map(sum, self.hit + self.sur)) + sum(sum(map(sum, bins)) for bins in self.moved)
         chance = 4096
         chances = []
         hits, survivals = (map(sum, zip(*counts, strict=True)) for counts in (self.hit, self.sur))
@@ -456,22 +466,50 @@ class ReferenceGittins(CachePolicy):
             chances.append(chance)
         self.value = []
         for cls in CLASSES:
-            is_shared = cls >= FIRST_SHARED
-            weight = self.prior_shared if is_shared else self.prior
-            counts = tuple(self.hit[cls]), tuple(self.sur[cls])
-            self.value.append(values_of(*counts, tuple(chances), is_shared or cls % 2 == 1, weight))
+            is_shared, is_end = cls >= FIRST_SHARED, cls // CLASSES_PER_HINT == NEXT_USES.index("end")
+            prior = 0 if is_end else 65536 if is_shared or cls % 2 else 32768
+            # A late hint moves keys to the class of another hint, with the expected uses and time of such a block.
+            targets = tuple(self.first[CLASSES_PER_HINT * hint + cls % CLASSES_PER_HINT] for hint in range(2, 4))
+            values, self.first[cls] = values_of(
+                tuple(self.hit[cls]),
+                tuple(self.sur[cls]),
+                tuple(map(tuple, self.moved[cls])),
+                tuple(chances),
+                prior,
+                self.prior_few if is_shared or is_end else self.prior,
+                targets if any(map(any, self.moved[cls])) else None,
+            )
+            self.value.append(values)
 
 
 @lru_cache(maxsize=256)  # most classes are empty: they share their values
-def values_of(hit: Row, sur: Row, chances: Row, is_again: bool, weight: int) -> list[int]:
-    expected = sum((hit[b] + sur[b]) * chances[b] for b in BINS) >> 16
-    factor = ((sum(hit) << 16) + 1024 * (65536 if is_again else 32768)) // (expected + 1024)
+def values_of(
+    hit: Row,
+    sur: Row,
+    moved: tuple[Row, ...],
+    chances: Row,
+    prior: int,
+    weight: int,
+    targets: tuple[tuple[int, int], ...] | None,
+) -> tuple[list[int], tuple[int, int]]:
+    """Return the value of each bin of a class, and the expected uses and time of a block that was just used."""
+    counts = [hit[b] + sur[b] + sum(moved[b]) for b in BINS]
+    expected = sum(counts[b] * chances[b] for b in BINS) >> 16
+    factor = ((sum(hit) << 16) + 1024 * prior) // (expected + 1024)
     values = [0] * NUM_BINS
     stack: list[tuple[int, int, int]] = []
+    uses = time = 0
     for b in range(NUM_BINS - 1, -1, -1):
         guess = min(64512, (factor * chances[b]) >> 16)
-        h = min(64512, ((hit[b] << 16) + weight * guess) // (hit[b] + sur[b] + weight))
+        h = min(64512, ((hit[b] << 16) + weight * guess) // (counts[b] + weight))
         uses, time, stays = h, (EDGES[b + 1] - EDGES[b]) * (65536 - h // 2), 65536 - h
+        for hint, num_moved in enumerate(moved[b]):
+            leaves = min(stays, (num_moved << 16) // (counts[b] + weight))
+            stays -= leaves
+            if targets and NEXT_USES[hint] in ("soon", "later"):
+                target_uses, target_time = targets[hint - 2]
+                uses += leaves * target_uses >> 16
+                time += leaves * target_time >> 16
         while stack and stack[-1][0] * time > uses * stack[-1][1]:
             more_uses, more_time, still_stays = stack.pop()
             uses += stays * more_uses >> 16
@@ -479,7 +517,7 @@ def values_of(hit: Row, sur: Row, chances: Row, is_again: bool, weight: int) -> 
             stays = stays * still_stays >> 16
         stack.append((uses, time, stays))
         values[b] = (uses << 32) // time
-    return values
+    return values, (uses, time)
 
 
 def _hinted(cls: int, request: RequestUses | None) -> int:

@@ -15,10 +15,10 @@ from kvcache.core.policy_adapter cimport PolicyAdapter
 from kvcache.core.request_keys cimport RequestKeys
 from kvcache.core.table cimport BlockTable, count_rows, may_leave, ref_of
 from kvcache.policies.gittins.groups cimport (
-    HOLDERS, AgedGroups, Cohort, Group, add_known, class_of, leave_group, lowest_bit, reserve_groups,
+    HOLDERS, AgedGroups, Cohort, Group, add_known, cell_of, class_of, leave_group, lowest_bit, reserve_groups,
 )
 from kvcache.policies.gittins.values cimport (
-    CLASSES_PER_HINT, FIRST_SHARED, NUM_BINS, NUM_SHARED, ValueTable, count_hits,
+    CLASSES_PER_HINT, END, FIRST_SHARED, NUM_BINS, NUM_SHARED, ValueTable, count_hits, count_moved,
 )
 
 from kvcache.block import BlockStateError
@@ -245,7 +245,7 @@ cdef class GittinsCachePolicy(PolicyAdapter):
     ) noexcept nogil:
         """Move known keys to the classes of another hint. Their age starts at 0, as after a use."""
         cdef Py_ssize_t i
-        cdef int32_t row, ghost, group, cls, length
+        cdef int32_t row, ghost, group, cls, cell, length
         cdef Label label
         cdef MadeGroup[CLASSES_PER_HINT] made
         memset(made, 0, sizeof(made))
@@ -257,12 +257,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             ghost = self.memory.find(hashes[i]) if row == 0 else 0
             label = self._label_of(row, ghost)
             group = group_in(label)
-            if group == 0:
+            # The end of a session is not that of blocks which other sessions have used.
+            if group == 0 or next_use == END and sharing_in(label) > 0:
                 continue
             cls = class_of(self.aged, group)
+            cell = cell_of(&self.aged.cohorts[self.aged.groups[group].cohort])
             cls = cls % CLASSES_PER_HINT if cls < FIRST_SHARED else 3
             if group == made[cls].group:
                 continue  # the call names the key twice
+            if cell // NUM_BINS // CLASSES_PER_HINT != next_use and cell < FIRST_SHARED * NUM_BINS:
+                count_moved(self.values, cell, next_use, 1)
             length = self.aged.groups[group].length
             if row != 0:
                 count_rows(self.table, self.table.rows[row].list_idx, -1)
@@ -589,7 +593,9 @@ cdef void _move_keys(
     cdef Py_ssize_t i
     cdef int32_t cls
     cdef int sharing, num_widened = 0 if state.continues else _num_widened(policy)
-    cdef bint splits = policy.values.splits_shared and request.next_use == 0
+    cdef int32_t cls_of_hint = request.next_use * CLASSES_PER_HINT
+    cdef bint ends = request.next_use == END
+    cdef bint splits = policy.values.splits_shared and (request.next_use == 0 or ends)
     cdef int64_t lowest = _lowest_value(policy) if policy.queue.first != 0 else 0
     cdef Leaving leaving
     cdef Joining joining
@@ -608,7 +614,8 @@ cdef void _move_keys(
             policy._join(&joining, &shared[cls], FIRST_SHARED + cls, length)
         else:
             cls = 4 * state.continues + 2 * (not policy._is_last(request, places[i], i == n - 1)) + (label != 0)
-            policy._join(&joining, &state.groups[cls], request.next_use * CLASSES_PER_HINT + cls, length)
+            # The end of a session is not that of blocks which other sessions have used.
+            policy._join(&joining, &state.groups[cls], cls if ends and sharing > 0 else cls_of_hint + cls, length)
         label = joining.group | sharing << SHARING_SHIFT
         if rows[i] != 0:
             _label_row(policy, rows[i], label, lowest)

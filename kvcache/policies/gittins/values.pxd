@@ -5,6 +5,7 @@ cdef enum:
     NUM_BINS = 54
     CLASSES_PER_HINT = 8
     NUM_HINTS = 4               # none, end, soon, later
+    END = 1                     # the hint that blocks will not be used
     FIRST_SHARED = CLASSES_PER_HINT * NUM_HINTS     # classes of shared blocks, in use while `splits_shared`
     NUM_SHARED = 4
     NUM_CLASSES = FIRST_SHARED + NUM_SHARED
@@ -18,9 +19,12 @@ cdef class ValueTable:
     cdef int32_t[NUM_BINS + 1] edges    # ages, in ticks of 2,048 ms, at which a bin begins
     cdef int64_t[NUM_CELLS] hit
     cdef int64_t[NUM_CELLS] sur
+    cdef int64_t[NUM_HINTS * NUM_CELLS] moved       # keys that a late hint moved from the cell, by hint
     cdef int64_t total
     cdef int64_t[NUM_BINS] chances
     cdef int64_t[NUM_CELLS] value
+    cdef int64_t[NUM_CLASSES] first_uses    # of a block that was just used: expected uses while it is worth its value,
+    cdef int64_t[NUM_CLASSES] first_time    # and the expected time, both times 65,536
     cdef int32_t[NUM_CELLS] ranked      # cells in the order of the table
     cdef int32_t[NUM_CELLS] rank_of
     cdef int num_ranked                 # number of cells of the classes in use
@@ -48,4 +52,9 @@ cdef inline void count_hits(ValueTable values, int cls, int bin, int32_t n, int3
 
 cdef inline void count_survivors(ValueTable values, int32_t cell, int32_t n) noexcept nogil:
     values.sur[cell] += n
+    values.total += n
+
+
+cdef inline void count_moved(ValueTable values, int32_t cell, int hint, int32_t n) noexcept nogil:
+    values.moved[cell * NUM_HINTS + hint] += n
     values.total += n

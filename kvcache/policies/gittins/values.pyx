@@ -15,7 +15,7 @@ cdef enum:
     HALVING_TOTAL = 1 << 21
     MOST_CHANCE = 64512
     PRIOR = 4096                # weight of the counts over all classes against a class's own counts
-    PRIOR_SHARED = 512
+    PRIOR_FEW = 512             # for shared blocks and the hint `end`, which differ most from all classes
 
 
 @cython.final
@@ -39,9 +39,7 @@ cdef class ValueTable:
 
     cdef void clear(self) noexcept nogil:
         """Clear all counts. Only the classes without a hint stay in use."""
-        memset(self.hit, 0, sizeof(self.hit))
-        memset(self.sur, 0, sizeof(self.sur))
-        self.total = 0
+        _forget_counts(self)
         self.num_again = self.num_shared = 0
         self.splits_shared = self.knows_shared = False
         self.num_hints = 1
@@ -67,12 +65,25 @@ cdef class ValueTable:
         cdef int32_t cell
         cdef int64_t total = 0
         for cell in range(NUM_CELLS):
-            total += self.hit[cell] + self.sur[cell]
+            total += self.hit[cell] + self.sur[cell] + _num_moved(self, cell)
             if self.is_in_use(cell // NUM_BINS) and self.ranked[self.rank_of[cell]] != cell:
                 raise BlockStateError(f"invariant broken: cell {cell} has another rank")
         if total != self.total:
             raise BlockStateError(f"invariant broken: {total} are counted, the total is {self.total}")
         return 0
+
+
+cdef void _forget_counts(ValueTable values) noexcept nogil:
+    memset(values.hit, 0, sizeof(values.hit))
+    memset(values.sur, 0, sizeof(values.sur))
+    memset(values.moved, 0, sizeof(values.moved))
+    values.total = 0
+
+
+cdef inline int64_t _num_moved(ValueTable values, int cell) noexcept nogil:
+    """Return how many keys late hints have moved from a cell."""
+    cdef const int64_t* moved = &values.moved[cell * NUM_HINTS]
+    return moved[1] + moved[2] + moved[3]
 
 
 cdef void _judge_sharing(ValueTable values) noexcept nogil:
@@ -82,9 +93,7 @@ cdef void _judge_sharing(ValueTable values) noexcept nogil:
         splits = 16 * values.num_shared > (6 if values.splits_shared else 9) * values.num_again
         if splits and not values.splits_shared:
             # The counts so far are of classes that contained the shared blocks.
-            memset(values.hit, 0, sizeof(values.hit))
-            memset(values.sur, 0, sizeof(values.sur))
-            values.total = 0
+            _forget_counts(values)
             if not values.knows_shared:
                 values.knows_shared = True
                 _take_up_classes(values, FIRST_SHARED, NUM_CLASSES)
@@ -119,7 +128,9 @@ cdef void _work_out(ValueTable values) noexcept nogil:
         for cell in range(NUM_CELLS):
             values.hit[cell] >>= 1
             values.sur[cell] >>= 1
-            values.total += values.hit[cell] + values.sur[cell]
+            for b in range(NUM_HINTS):
+                values.moved[cell * NUM_HINTS + b] >>= 1
+            values.total += values.hit[cell] + values.sur[cell] + _num_moved(values, cell)
     for cls in range(NUM_CLASSES):
         if values.is_in_use(cls):
             for b in range(NUM_BINS):
@@ -140,22 +151,34 @@ cdef void _value_class(ValueTable values, int cls) noexcept nogil:
     cdef int64_t[NUM_BINS] uses
     cdef int64_t[NUM_BINS] time
     cdef int64_t[NUM_BINS] stays
-    cdef int64_t expected = 0, num_hit = 0, factor, guess, h, nu, de, s
-    cdef int64_t weight = PRIOR_SHARED if cls >= FIRST_SHARED else PRIOR
-    cdef bint is_again = cls & 1 or cls >= FIRST_SHARED
-    cdef int b, top = 0
+    cdef int64_t expected = 0, num_hit = 0, factor, guess, count, h, nu, de, s, leaves
+    cdef bint is_end = cls // CLASSES_PER_HINT == END
+    cdef int64_t weight = PRIOR_FEW if cls >= FIRST_SHARED or is_end else PRIOR
+    # Until it is learned otherwise, no block is used after the hint `end`.
+    cdef int64_t prior = 0 if is_end else 65536 if cls & 1 or cls >= FIRST_SHARED else 32768
+    cdef int b, hint, target, top = 0
     for b in range(NUM_BINS):
-        expected += (hit[b] + sur[b]) * values.chances[b]
+        expected += (hit[b] + sur[b] + _num_moved(values, cls * NUM_BINS + b)) * values.chances[b]
         num_hit += hit[b]
     expected >>= 16
-    factor = ((num_hit << 16) + 1024 * <int64_t> (65536 if is_again else 32768)) // (expected + 1024)
+    factor = ((num_hit << 16) + 1024 * prior) // (expected + 1024)
     # From the oldest bin to the newest: join a bin with older ones while waiting for them raises the uses per time.
     for b in range(NUM_BINS - 1, -1, -1):
         guess = min(MOST_CHANCE, (factor * values.chances[b]) >> 16)
-        h = min(MOST_CHANCE, ((hit[b] << 16) + weight * guess) // (hit[b] + sur[b] + weight))
+        count = hit[b] + sur[b] + _num_moved(values, cls * NUM_BINS + b) + weight
+        h = min(MOST_CHANCE, ((hit[b] << 16) + weight * guess) // count)
         nu = h
         de = (values.edges[b + 1] - values.edges[b]) * (65536 - h // 2)
         s = 65536 - h
+        # A late hint moves a part to another class, where it is used in the end; after `end`, it is not.
+        for hint in range(END, NUM_HINTS):
+            if values.moved[(cls * NUM_BINS + b) * NUM_HINTS + hint] != 0:
+                leaves = min(s, (values.moved[(cls * NUM_BINS + b) * NUM_HINTS + hint] << 16) // count)
+                s -= leaves
+                if hint != END:
+                    target = hint * CLASSES_PER_HINT + cls % CLASSES_PER_HINT
+                    nu += leaves * values.first_uses[target] >> 16
+                    de += leaves * values.first_time[target] >> 16
         while top > 0 and uses[top - 1] * de > nu * time[top - 1]:
             top -= 1
             nu += s * uses[top] >> 16
@@ -166,6 +189,8 @@ cdef void _value_class(ValueTable values, int cls) noexcept nogil:
         stays[top] = s
         top += 1
         values.value[cls * NUM_BINS + b] = (nu << 32) // de
+    values.first_uses[cls] = nu
+    values.first_time[cls] = de
 
 
 cdef void _rank_cells(ValueTable values) noexcept nogil:
