@@ -272,6 +272,11 @@ class TierController:
         """Record a request's end, to be passed to the tier after the request's uses."""
         self._uses.end(req_context)
 
+    def hint(self, request_or_keys: ReqContext | list[bytes], next_use: str) -> None:
+        """Pass a hint on to the tier, after the uses that it is about."""
+        self.pass_on_uses()
+        self._faults.call("hint", None, self.tier.hint, request_or_keys, next_use)
+
     def pass_on_uses(self) -> None:
         """Pass uses on to the tier, a bounded number of keys at a time."""
         if not self._uses:

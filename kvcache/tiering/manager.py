@@ -323,9 +323,13 @@ class TieredOffloadingManager(OffloadingManager):
 
     @atomic
     def hint(self, request_or_keys: ReqContext | Keys, next_use: str) -> None:
+        if not isinstance(request_or_keys, ReqContext):
+            request_or_keys = as_key_list(request_or_keys)
         check_next_use(next_use)
         if self._is_open:
             self.pool.hint(request_or_keys, next_use)
+            for controller in self.controllers:
+                controller.hint(request_or_keys, next_use)
 
     @atomic
     @_while_open("rejected")

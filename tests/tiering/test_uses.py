@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from reference_gittins import CLASSES_PER_HINT, NEXT_USES, ReferenceGittins
 
+from kvcache.lab.simulate.simulated_tier import SimulatedTieredManager
 from kvcache.request import ReqContext
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import HostBudget, TierConfig, TierController, TierJob
@@ -155,3 +157,15 @@ def test_repeated_uses_are_merged(world):
     assert len(world.tier.order) == 100
     assert len(world.controller._uses) <= 3 * MAX_STEP_BLOCKS
     assert world.controller.stats().dropped_uses == 0
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_hint_reaches_policy_of_tier(by_keys):
+    manager = SimulatedTieredManager(16, 4, [8], "lru", tier_policy=ReferenceGittins, clock=lambda: 0.0)
+    keys, context = [b"a", b"b"], ReqContext()
+    manager.touch(keys, context)
+    manager.complete_store(manager.prepare_store(keys, context).keys_to_store, context)
+    manager.on_request_finished(context)
+    manager.hint(iter(keys) if by_keys else context, "later")
+    group_of = manager.simulated[0].policy.group_of
+    assert {NEXT_USES[group_of[key].cls // CLASSES_PER_HINT] for key in keys} == {"later"}

@@ -57,6 +57,9 @@ class SimulatedTier(Tier):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._index.on_request_finished(req_context)
 
+    def hint(self, request_or_keys: ReqContext | list[bytes], next_use: str) -> None:
+        self._index.hint(request_or_keys, next_use)
+
     def submit_store(self, job_id: int, keys: list[bytes], block_ids: list[int]) -> bool:
         # As `SlotCatalog.begin_store` does.
         output = self._index.prepare_store(keys[::-1] if self.policy.reads_clock else keys)

@@ -135,6 +135,9 @@ class Catalog:
     def end_request(self, req_context: ReqContext) -> None:
         """Order the blocks that a request used."""
 
+    def hint(self, request_or_keys: ReqContext | list[bytes], next_use: str) -> None:
+        """Apply a hint of next use; see `OffloadingManager.hint`."""
+
     def announce(self, max_blocks: int) -> list[bytes]:
         """Return the next blocks that were found at the start and are still held."""
         return []
@@ -269,6 +272,9 @@ class SlotCatalog(Catalog):
 
     def end_request(self, req_context: ReqContext) -> None:
         self._blocks.end_request(req_context)
+
+    def hint(self, request_or_keys: ReqContext | list[bytes], next_use: str) -> None:
+        self._blocks.hint(request_or_keys, next_use)
 
     def delete(self, keys: list[bytes]) -> list[bytes]:
         held = self.forget(keys)

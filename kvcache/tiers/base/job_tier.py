@@ -202,6 +202,11 @@ class JobTier(Medium, Tier):
         with self._lock:
             self._life.catalog.end_request(req_context)
 
+    def hint(self, request_or_keys: ReqContext | list[bytes], next_use: str) -> None:
+        with self._lock:
+            if not self._life.reason:
+                self._life.catalog.hint(request_or_keys, next_use)
+
     def delete(self, keys: list[bytes], timeout_s: float = 0.0) -> list[bytes]:
         with self._lock:
             held = [] if self._life.reason or self._read_only else self._life.catalog.delete(keys)

@@ -236,6 +236,9 @@ class Tier(Configurable, ABC):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Called at a request's end."""
 
+    def hint(self, request_or_keys: ReqContext | list[bytes], next_use: str) -> None:
+        """Called with a hint of the next use, as `OffloadingManager.hint` has it; the default ignores it."""
+
     def delete(self, keys: list[bytes], timeout_s: float = 0.0) -> list[bytes]:
         """Forget blocks, and return those that were held; the default forgets none.
 
