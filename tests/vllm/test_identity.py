@@ -248,14 +248,42 @@ def test_fingerprint_row_edited_in_place_differs(tmp_path, row):
     assert differing(taken(model_config(tmp_path)), before) == {"weights"}
 
 
-@pytest.mark.parametrize(("load_format", "fields"), [("auto", set()), ("pt", {"weights"})])
-def test_fingerprint_other_format_counts_if_loaded(folder, load_format, fields):
+@pytest.mark.parametrize(
+    ("load_format", "name", "is_read"),
+    [
+        ("auto", "model.bin", False),
+        ("npcache", "model.bin", True),
+        ("pt", "model.pt", True),
+        ("pt", "model.bin", False),
+        ("mistral", "consolidated.safetensors", True),
+        ("mistral", "model-0.safetensors", False),
+        ("hf", "consolidated.safetensors", False),
+        ("auto", "consolidated.safetensors", True),
+        ("sharded_state", "model-rank-0-part-0.safetensors", True),
+        ("sharded_state", "model-0.safetensors", False),
+    ],
+)
+def test_fingerprint_has_weights_of_format(folder, load_format, name, is_read):
+    """A folder may have other weights in each format that vLLM's loader reads."""
     load_config = SimpleNamespace(load_format=load_format, download_dir=None)
-    path = folder / "model.bin"
-    path.write_bytes(b"one")
-    before = taken(model_config(folder), load_config=load_config)
-    path.write_bytes(b"two")
-    assert differing(taken(model_config(folder), load_config=load_config), before) == fields
+    for other in ("a.bin", "a.pt", "consolidated.safetensors", "model-rank-0-part-0.safetensors"):
+        (folder / other).write_bytes(b"other")
+    names = []
+    for text in (b"one", b"two"):
+        (folder / name).write_bytes(text)
+        names.append(taken(model_config(folder), load_config=load_config))
+    assert differing(*names) == ({"weights"} if is_read else set())
+
+
+@pytest.mark.parametrize("overrides", [{"architectures": ["LlamaForCausalLM"]}, lambda config: config, None])
+def test_fingerprint_has_chosen_class(folder, monkeypatch, overrides):
+    model = model_config(folder, architecture="LlamaForCausalLM", hf_overrides={"rope_theta": 1})
+    assert differing(taken(model), taken(model_config(folder))) == set()
+    model.hf_overrides = overrides
+    if overrides is None:
+        (registry := identity.ModelRegistry.models.copy())["LlamaForCausalLM"] = SimpleNamespace(module_name="plugin")
+        monkeypatch.setattr(identity.ModelRegistry, "models", registry)
+    assert differing(taken(model), taken(model_config(folder))) == {"model_class"}
 
 
 def test_fingerprint_omits_text_generation_settings(folder):

@@ -8,8 +8,12 @@ import signal
 from contextlib import nullcontext
 
 import pytest
+import torch
 from engine_process import running, scale
 from engine_tiering import tier_config
+from safetensors.torch import load_file, save_file
+from vllm import ModelRegistry
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from waiting import kill_and_wait
 
 from kvcache.cli.findings import check_file
@@ -227,3 +231,35 @@ def test_check_compares_folder_with_directory(boot, models, tokens, tmp_path, mo
     assert check()[0][1].startswith("was written by other weights: 'sha256:")
     if kind == "llama":
         assert check(weights_version="7")[0][1].startswith("has blocks of the weights 'sha256:")
+
+
+class OtherLlama(LlamaForCausalLM):
+    def load_weights(self, weights):
+        return super().load_weights(scaled(weights))
+
+
+def scaled(weights):
+    return ((name, weight * 1.3 if "k_proj" in name else weight) for name, weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, {"load_format": "npcache"}),
+        ({"load_format": "hf"}, {"load_format": "mistral"}),
+        ({}, {"hf_overrides": {"architectures": ["OtherLlama"]}}),
+    ],
+)
+def test_other_weights_of_folder_are_refused(boot, models, prompts, right, tmp_path, first, second):
+    """One folder has other weights in other formats, and other classes compute other bytes with the same weights."""
+    ModelRegistry.register_model("OtherLlama", OtherLlama)
+    model = shutil.copytree(models["llama"], tmp_path / "model")
+    others = dict(scaled(load_file(model / "model.safetensors").items()))
+    torch.save(others, model / "pytorch_model.bin")
+    if second.get("load_format") == "mistral":
+        save_file(others, model / "consolidated.safetensors")
+    config = {**OURS, "tiers": [entry("disk", tmp_path, None)]}
+    with boot(model, config, **first) as engine:
+        assert engine.ask_each(prompts[:1]) == (right[0][:1], [0])
+    with pytest.raises(ValueError, match="another fingerprint"), boot(model, config, **second):
+        pass

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm import envs
+from vllm import ModelRegistry, envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -181,12 +181,20 @@ def _unusual(vllm_config: Any) -> dict[str, Any]:
     configs = {name: getattr(vllm_config, name, None) for name in IMPLIED}
     configs |= {"multimodal_config": vllm_config.model_config.multimodal_config}
     configs |= {"vllm_config": vllm_config, "envs": envs}
-    return {
+    unusual: dict[str, Any] = {
         f"{name}.{field}": _plain(value)
         for name, config in configs.items()
         for field, implied in IMPLIED[name].items()
         if config is not None and (value := getattr(config, field, implied[0])) not in implied
     }
+    model_config = vllm_config.model_config
+    architecture, overrides = getattr(model_config, "architecture", ""), getattr(model_config, "hf_overrides", None)
+    registered = ModelRegistry.models.get(architecture)
+    module = getattr(getattr(registered, "model_cls", None), "__module__", getattr(registered, "module_name", "vllm."))
+    if not module.startswith("vllm.") or callable(overrides) or "architectures" in (overrides or {}):
+        # A plug-in or an override has chosen the class that computes with these weights.
+        unusual["model_class"] = [architecture, module]
+    return unusual
 
 
 def _formats_of(config: Any, vllm_config: Any, caches: list[Any]) -> dict[str, Any]:

@@ -20,15 +20,20 @@ _FORMATS_OF_FOLDER = (
     *("runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
 )
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+# A folder may have other weights in each format. vLLM prefers the first pattern, unless `load_format` is one of these.
+_OF_FORMAT = {"pt": ("*.pt",), "npcache": ("*.bin", "*.pt"), "mistral": ("consolidated*.safetensors",)}
+_OF_FORMAT |= dict.fromkeys(("sharded_state", "runai_streamer_sharded"), ("model-rank-*.safetensors",))
 
 
 def weight_files(model: Path, load_format: str) -> list[Path]:
     """Return the weights that `load_format` reads of a model's file or folder; [] if it reads them elsewhere."""
     if load_format not in _FORMATS_OF_FOLDER or model.is_file():
         return [model] if load_format in _FORMATS_OF_FOLDER else []
-    # A folder may have the same weights in two formats: vLLM prefers safetensors, unless `load_format` is "pt".
-    patterns = _WEIGHT_FILES[1:] if load_format == "pt" else _WEIGHT_FILES
-    return next((files for pattern in patterns if (files := sorted(model.glob(pattern)))), [])
+    patterns = _OF_FORMAT.get(load_format, _WEIGHT_FILES)
+    files = next((found for pattern in patterns if (found := sorted(model.glob(pattern)))), [])
+    others = [path for path in files if not path.name.startswith("consolidated")]
+    # Only "auto" prefers Mistral's own files to those of Hugging Face.
+    return files if load_format in ("auto", "mistral") or not others else others
 
 
 def digest_of_texts(paths: Iterable[Path]) -> str:
@@ -53,9 +58,10 @@ def compare_folder(
             yield "warning", f"has blocks of the weights {epoch.weights!r}, and a start with these options finds none"
     elif files := weight_files(folder, load_format) if epoch.name.startswith("sha256:") else []:
         # The start may read another format, or a single file.
-        others = [weight_files(folder, "pt"), weight_files(folder, "auto"), *([path] for path in folder.glob("*.gguf"))]
+        others = {tuple(weight_files(folder, other)) for other in _FORMATS_OF_FOLDER}
+        others |= {(path,) for path in folder.glob("*.gguf")}
         digest = digest_of_files(files)
-        if digest == epoch.name or epoch.name not in map(digest_of_files, others):
+        if digest == epoch.name or epoch.name not in map(digest_of_files, map(list, others)):
             known[WEIGHTS] = digest
     for name, value in known.items():
         if stored.get(name, "") != value:
