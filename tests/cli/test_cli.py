@@ -157,7 +157,7 @@ def test_shell_completes_policies(monkeypatch, run):
     assert out.split()[0] == "lru,arc"
 
 
-@pytest.mark.parametrize(("name", "most"), [("replay", 22), ("plan", 28), ("fleet", 25), ("rerun", 16)])
+@pytest.mark.parametrize(("name", "most"), [("replay", 22), ("plan", 29), ("fleet", 25), ("rerun", 16)])
 def test_lab_command_limits_options_examples_parse(run, name, most):
     command = build_command(name, name)
     assert sum(param.param_type_name == "option" for param in command.params) <= most

@@ -24,6 +24,7 @@ kvcache plan trace.jsonl --model qwen3-8b,fp8 --memory 64GiB \\
 kvcache plan trace.jsonl --model llama-3.1-8b --memory 64GiB,256GiB --tier 1TiB@6GB/s \\
     --serving price=4/0.1 --target ttft_p99=0.5,dwpd=3
 kvcache plan trace.jsonl --groups gpt-oss/config.json --policy lru,gittins --memory 64GiB,256GiB
+kvcache plan trace.jsonl --policy lru,gittins,min --blocks 10k --hints honest
 kvcache plan --models
 kvcache plan huge.jsonl.zst --sample 0.01 --checkpoint cells.jsonl
 """
@@ -110,6 +111,14 @@ class PlanOptions(options.TraceOptions):
             show_default=False,
         ),
     ] = None
+    hints: Annotated[
+        str,
+        typer.Option(
+            help="honest: simulate clients that send hints of next use when they know it, with 10 to 20 % of errors "
+            "(docs/howto/retention.md); none.",
+            metavar="honest|none",
+        ),
+    ] = "none"
     sample: Annotated[float, typer.Option(help="Replay this share of the blocks, with error bars.")] = 1.0
     checkpoint: Annotated[
         str | None,
@@ -194,6 +203,7 @@ def plan(given: PlanOptions) -> None:
             jobs=_read_jobs(given.jobs),
             is_quiet=given.quiet,
             groups=groups,
+            has_hints=given.hints == "honest",
         )
         plan_files.report(run(trace, settings, model), trace, targets, wanted, given.shows_all)
 
@@ -201,6 +211,10 @@ def plan(given: PlanOptions) -> None:
 def _check(given: PlanOptions, given_tiers: list[TierChoice], model: Model | None) -> None:
     if not 0 < given.sample <= 1:
         raise ValueError(f"--sample must be a share > 0 and <= 1, got {given.sample}")
+    if given.hints not in ("honest", "none"):
+        raise ValueError(f"--hints must be honest or none, got {given.hints!r}")
+    if given.hints == "honest" and (given.groups is not None or given.sample < 1 or options.is_recording(given.file)):
+        raise ValueError("--hints honest needs a whole trace and one KV-cache group: no --groups, sample or recording")
     has_optimum = "min" in (given.policy or "").split(",")
     if given.groups is not None and (has_optimum or given.sample < 1 or options.is_recording(given.file)):
         raise ValueError("--groups plans whole traces: leave out --sample and --policy min, and take no recording")

@@ -113,6 +113,7 @@ def _document(result: Result, trace: TraceFile, facts: list[dict[str, Any]], blo
         "block_bytes": settings.block_bytes,
         "block_size": block_size,
         "groups": settings.groups and asdict(settings.groups),
+        "hints": "honest" if settings.has_hints else "none",
         "sample": settings.sample,
         "elapsed_s": result.elapsed_s,
         "model": model.as_dict() if model else None,

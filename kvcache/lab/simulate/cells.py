@@ -10,6 +10,7 @@ import numpy as np
 
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.lab.simulate.groups import GroupReplay, Groups
+from kvcache.lab.simulate.hinted import HintedReplay
 from kvcache.lab.simulate.optimum import optimal_hits
 from kvcache.lab.simulate.run import Replay, ReplayClock
 from kvcache.lab.simulate.serving import Flow, Serving, price_of, weigh
@@ -50,7 +51,7 @@ class Plan:
     Each listed id becomes `split` keys. `num_shards` parts of a sample are replayed separately to estimate the error.
     `rules` has for each tier its write policy, whether an arbiter limits loads (this needs `serving` with a prefill
     rate), its cache policy and its endurance; empty: write-through, no arbiter, lru and no budget. `groups` are those
-    of a hybrid model; None: one group.
+    of a hybrid model; None: one group. `has_hints`: clients send honest hints of next use.
     """
 
     split: int = 1
@@ -58,6 +59,7 @@ class Plan:
     serving: Serving | None = None
     rules: tuple[TierRule, ...] = ()
     groups: Groups | None = None
+    has_hints: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -174,7 +176,11 @@ def _replayed(trace: CompactTrace, job: Job, plan: Plan, report: Callable[[int],
         below = simulated.simulated
     else:
         manager = CPUOffloadingManager(block_size, min(num_blocks, most), job.policy, **options)
-    replay = Replay(manager, arrivals=arrivals) if plan.groups is None else GroupReplay(manager, plan.groups, arrivals)
+    replay = Replay(manager, arrivals=arrivals)
+    if plan.groups is not None:
+        replay = GroupReplay(manager, plan.groups, arrivals)
+    elif plan.has_hints:
+        replay = HintedReplay(manager, trace, arrivals)
     make_keys = KeyMaker(plan.split)
     needs_flow = plan.serving is not None and trace.rate == 1
     # Cumulative, per request: hits, blocks stored, and for each tier blocks loaded and stored.

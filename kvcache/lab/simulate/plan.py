@@ -51,6 +51,7 @@ class Settings:
     jobs: int | str | None
     is_quiet: bool
     groups: Groups | None = None
+    has_hints: bool = False
 
 
 @dataclass(slots=True)
@@ -106,7 +107,7 @@ def run(trace: TraceFile, settings: Settings, model: Model | None) -> Result:
         compact = read_trace(trace, folder, bar, settings.sample, settings.seed)
         serving = _serving(settings, model, compact)
         rules = tuple(tier.rule for tier in settings.tiers)
-        how = Plan(settings.split, num_shards, serving, rules, settings.groups)
+        how = Plan(settings.split, num_shards, serving, rules, settings.groups, settings.has_hints)
         grid = Grid(settings.policies, settings.capacities, settings.stacks, how)
         wanted, unbounded = grid.cells(), Job(OPTIMUM, None)
         found: dict[Job, Cell] = {}
@@ -118,7 +119,7 @@ def run(trace: TraceFile, settings: Settings, model: Model | None) -> Result:
             add = checkpoint.add
         is_complete = _simulate(compact, grid, settings, found, len(wanted) + 1, add, bar)
     return Result(
-        f"{trace.name} ({trace.format})",
+        f"{trace.name} ({trace.format})" + (", clients send honest hints" if settings.has_hints else ""),
         grid,
         settings,
         model,
@@ -205,11 +206,16 @@ def _baseline(compact: CompactTrace, serving: Serving | None) -> dict[str, Any] 
 
 def _facts_of(compact: CompactTrace, plan: Plan) -> dict[str, Any]:
     """Return everything that cells depend on, except policy and capacities."""
-    return {
+    facts: dict[str, Any] = {
         "trace": compact.digest,
         "split": plan.split,
         "store_threshold": 0,
         "num_shards": plan.num_shards,
         "rules": [list(rule) for rule in plan.rules],
         "weighed_by": repr(plan.serving),
-    } | ({} if plan.groups is None else {"groups": repr(plan.groups)})
+    }
+    if plan.groups is not None:
+        facts["groups"] = repr(plan.groups)
+    if plan.has_hints:
+        facts["hints"] = "honest"
+    return facts

@@ -237,7 +237,15 @@ class Tier(Configurable, ABC):
         """Called at a request's end."""
 
     def hint(self, request_or_keys: ReqContext | list[bytes], next_use: str) -> None:
-        """Called with a hint of the next use, as `OffloadingManager.hint` has it; the default ignores it."""
+        """Called with a hint that comes after the uses; the default ignores it.
+
+        Parameters
+        ----------
+        request_or_keys : ReqContext or list of bytes
+            The request that used the blocks, which may have ended, or keys in prefix order.
+        next_use : str
+            ``"end"`` (never), ``"soon"`` or ``"later"``.
+        """
 
     def delete(self, keys: list[bytes], timeout_s: float = 0.0) -> list[bytes]:
         """Forget blocks, and return those that were held; the default forgets none.
