@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "README.md": "cli,disk",
     "docs/quickstart.md": "cli",
+    "docs/howto/agents.md": "",
     "docs/howto/backend.md": "",
     "docs/howto/codec.md": "",
     "docs/howto/commands.md": "cli",
