@@ -180,6 +180,27 @@ def test_several_groups_hold_all_ready_blocks(node):
     assert node.leases.engines[engine.number].num_held == 0
 
 
+def test_owner_executes_hints_of_sessions(node):
+    node = node(16, {"cache_policy": "lru", "tiers": [{"type": "memory", "capacity": "64KiB"}]})
+    engine = node.engine("a")
+    turn(engine, *prompt(0, 2, kv_transfer_params={"kvcache": {"session_id": "s", "next_use": "soon"}}))
+    wait_for(lambda: engine.owner_figures() and not node.leases.manager.has_pending_work())
+    pool, (keys, _) = node.leases.manager.pool, prompt(0, 2)
+    for document in (1, 2, 3):  # an engine has at most half of the slots at a time
+        turn(engine, *prompt(document, 8))
+        wait_for(lambda: engine.owner_figures() and not node.leases.manager.has_pending_work())
+    assert pool.states(keys) == bytes(2)
+    action = {"action_id": "1", "action_type": "kv.prefetch", "action_version": "1.0", "payload": {"session_id": "s"}}
+    message = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+    assert node.leases.hints.ask(message) == ["accepted"]
+    wait_for(lambda: pool.states(keys) == bytes([2, 2]))
+    action["payload"] = {"block_hashes": [keys[0][:-4].hex()]}
+    turn(engine, *prompt(4, 1, kv_hints=message))
+    wait_for(lambda: engine.owner_figures() and len(node.leases.hints.parts()) == 2)
+    (answers,) = (part.stats for part in node.leases.hints.parts() if part.labels == (("type", "kv.prefetch"),))
+    assert (answers.accepted, answers.rejected) == (1, 1)
+
+
 def test_hybrid_blocks_return_from_tier(node):
     """Blocks that lie in a tier only are found, the first one of the prompt, too."""
     node = node(16, {"cache_policy": "lru", "tiers": [{"type": "memory", "capacity": "64KiB"}]})

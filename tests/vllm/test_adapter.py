@@ -208,6 +208,24 @@ def test_use_counts_without_touch(loaded):
     assert serve(adapter, "other", keys_of("c", 3)) == [b"b1", b"b0", b"a1"]
 
 
+def test_envelope_of_engine_is_executed():
+    kv_hints = pytest.importorskip("vllm.v1.kv_hints")
+    adapter = manager(num_blocks=8)
+    actions = [
+        kv_hints.KvHintAction("1", "kv.next_use", "1.0", {"next_use": "end", "session_id": "s"}),
+        kv_hints.KvHintAction("2", "kv.prefetch", "1.0", {"session_id": "s"}),
+    ]
+    context = EngineContext(req_id="r", kv_hints=kv_hints.KvHintsEnvelope("0.1", "m", actions))
+    adapter.on_new_request(context)
+    store(adapter, keys_of("a", 2), context)
+    adapter.on_request_finished(context)
+    adapter.on_schedule_end()
+    serve(adapter, "other", keys_of("b", 6))
+    assert serve(adapter, "evicts", keys_of("c", 2)) == [b"a1", b"a0"]
+    answers = {part.labels[0][1]: part.stats for part in adapter.hints.parts()}
+    assert (answers["kv.next_use"].accepted, answers["kv.prefetch"].missing + answers["kv.prefetch"].rejected) == (1, 1)
+
+
 @pytest.mark.parametrize("after_the_end", [False, True])
 def test_transfers_may_end_in_any_order(after_the_end):
     adapter = manager(num_blocks=8)

@@ -496,6 +496,18 @@ def test_tier_events_are_off_by_option(make, disk):
     assert {event.locality for event in of_tier(engine.events)} == {base.Locality.LOCAL}
 
 
+def test_hints_about_foreign_memory_are_rejected(make, disk):
+    kv_hints = pytest.importorskip("vllm.v1.kv_hints")
+    engine = make(disk())
+    actions = [kv_hints.KvHintAction("1", kind, "1.0", {}) for kind in ("kv.demote", "kv.prefetch", "kv.fetch")]
+    engine.request([key(1)], kv_hints=kv_hints.KvHintsEnvelope("0.1", "m", actions))
+    engine.tier._next_stats_s = 0.0
+    values = engine.tier.get_stats().reduce()
+    counted = {name: value for name, value in values.items() if "kvcache_hint" in name and value}
+    assert sorted(counted.values()) == [1, 1, 1]
+    assert sum("hint_rejected" in name for name in counted) == 2
+
+
 def test_tier_metrics_are_labelled_by_place(make, disk, tmp_path):
     engine = make(disk(), {**disk(), "path": str(tmp_path / "second"), "backpressure": BACKPRESSURE})
     engine.write(1, 2)
