@@ -47,32 +47,6 @@ def everything(manager: Any) -> tuple[Any, ...]:
     return manager.stats(), {key: (b.ref_cnt, b.block_id) for key, b in blocks.items() if b is not None}
 
 
-def test_lookup_returns_ready_run(make: Make) -> None:
-    manager = make(4)
-    store(manager, A, B)
-    manager.prepare_store([C])
-    answers = [manager.lookup(keys) for keys in (F, C, A, [A, B, C], (A, F, B), [C, A], [])]
-
-    assert [*map(repr, answers)] == ["False", "False", "True", "2", "1", "0", "0"]
-
-
-def test_every_load_takes_own_reference(make: Make) -> None:
-    manager = make(2)
-    store(manager, A, B)
-    for _ in range(500):
-        manager.prepare_load([A, B, A])
-
-    assert manager.policy.get(A).ref_cnt == 1000
-    assert manager.policy.get(B).ref_cnt == 500
-    assert manager.stats().num_referenced == 2
-    for i in range(500):
-        assert manager.prepare_store([C]) is None
-        manager.complete_load([A, B, B, A, A] if i % 2 else [A])
-    assert manager.policy.get(A).ref_cnt == 0
-    assert manager.policy.get(B).ref_cnt == 0
-    assert manager.stats().num_referenced == 0
-
-
 @pytest.mark.parametrize(
     ("method", "keys", "error", "message"),
     [

@@ -150,12 +150,6 @@ def test_backend_without_ids_gets_blocks_back() -> None:
     assert (backend.get_num_free_blocks(), manager.stats().num_pending) == (4, 0)
 
 
-def test_removing_absent_managed_key_raises() -> None:
-    manager = CPUOffloadingManager(16, 4)
-    with pytest.raises(KeyError, match="block is not in the cache: b'absent'"):
-        manager.policy.remove(b"absent")
-
-
 def test_policy_without_units_refuses_windows() -> None:
     assert type(CPUOffloadingManager(16, 8, "gittins", group_windows=[None]).policy).__name__ == "GittinsCachePolicy"
     manager, context = CPUOffloadingManager(16, 8, "gittins", group_windows=(None, 1)), ReqContext()

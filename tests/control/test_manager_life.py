@@ -12,22 +12,9 @@ from kvcache import (
     BlockStatus,
     CPUBackend,
     CPUOffloadingManager,
-    ReqContext,
-    RequestOffloadingContext,
 )
 
 A, B, C, D, E, F = (letter.encode() for letter in "ABCDEF")
-
-
-def test_life_cycle_calls_accept_unknown_requests() -> None:
-    manager = CPUOffloadingManager(16, 2)
-    assert manager.on_new_request(ReqContext()) == RequestOffloadingContext()
-    manager.on_request_finished(ReqContext())
-    manager.on_schedule_end()
-    manager.prepare_store([A])
-    manager.complete_store([A])
-    assert list(manager.take_events()) == []  # the manager was not asked for events
-    manager.shutdown()
 
 
 @pytest.mark.parametrize("name", ["lru", "arc"])

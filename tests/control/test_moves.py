@@ -64,26 +64,6 @@ def test_reserve_leading_skips_withheld_slots(policy: Any) -> None:
     assert output.keys_to_store == [A, B]
 
 
-@pytest.mark.parametrize("threshold", [0, 1])
-def test_threshold_below_two_stores_at_once(threshold: int, policy: Any) -> None:
-    manager = CPUOffloadingManager(16, 4, policy, store_threshold=threshold)
-    store(manager, A)
-    assert manager.lookup(A)
-
-
-def test_later_hint_covers_last_request() -> None:
-    manager = CPUOffloadingManager(16, 4)
-    context = ReqContext()
-    store(manager, A, B)
-    store(manager, C, D, context=context)
-    manager.on_request_finished(context)
-    assert manager.lookup([C, D], context) == 2  # opens the request again, and uses no block
-    manager.hint(context, "end")
-    output = manager.prepare_store([E, F])
-    assert output is not None
-    assert output.evicted_keys == [D, C]
-
-
 def test_request_opened_while_opening_is_one() -> None:
     opened: list[Any] = []
 
@@ -110,15 +90,6 @@ def test_shutdown_closes_telemetry_before_recorder() -> None:
     manager.telemetry, manager.recorder = Part("telemetry"), Part("recorder")
     OffloadingManager.shutdown(manager)
     assert calls == ["telemetry", "recorder"]
-
-
-def test_declined_blocks_count_as_needed() -> None:
-    manager = CPUOffloadingManager(16, 4, "gittins")
-    context = ReqContext()
-    store(manager, A, B, C, D, context=context)
-    manager.on_request_finished(context)
-    store(manager, E, F, context=ReqContext())
-    assert (manager.declined_blocks, manager.needed_blocks) == (2, 6)
 
 
 def test_slot_given_back_twice_frees_once(policy: Any) -> None:

@@ -380,21 +380,6 @@ def test_running_load_hides_no_reset(place):
     place.check()
 
 
-def test_reset_without_owner_empties_next_one(place):
-    engine, missed = place.engine("a"), prompt(1, 4)
-    turn(engine, *prompt(1, 4))
-    engine.owner_figures()
-    place.stop()
-    engine.reset_cache()
-    assert engine.lookup(*missed) == 0
-    place.start()
-    wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
-    assert engine.lookup(*prompt(1, 4)) == 0
-    turn(engine, *prompt(1, 4))
-    # The request that missed without the owner asks again.
-    assert engine.lookup(*missed) == 4
-
-
 def test_uses_stay_ordered_over_owners(node):
     node = node(16)
     engine = node.engine("a")
@@ -418,24 +403,6 @@ def test_greeting_names_own_slots_only(place, engine, other, monkeypatch):
     place.check()
 
 
-def test_store_whose_end_is_lost_ends(place):
-    engine, held, (keys, context) = place.engine("a"), prompt(1, 4), prompt(2, 4)
-    turn(engine, *prompt(1, 4))
-    assert engine.lookup(*held) == 4
-    engine.prepare_store(keys, context)
-    engine.complete_store(keys, context)
-    # The connection is lost before the owner knows. A message that arrives in it later has no effect.
-    old = engine._link._sock.dup()
-    engine._link.close()
-    wait_for(lambda: engine.on_schedule_end() or engine._link.is_ready)
-    with old, suppress(OSError):
-        old.sendall(protocol.pack(protocol.RELEASE, 0, engine._prompts[held[1]].number))
-    *_, figures = [engine.owner_figures() for _ in range(2)]
-    assert (figures["num_pending"], figures["num_referenced"]) == (0, 4)
-    assert engine.lookup(*prompt(2, 4)) == 0
-    place.check()
-
-
 def test_older_greeting_replaces_no_leases(place):
     """The rest of a long greeting, in a connection that was given up, arrives behind the next greeting."""
     engine, held = place.engine("a"), prompt(1, 4)
@@ -455,101 +422,6 @@ def test_older_greeting_replaces_no_leases(place):
         assert late.recv(1) == b""
     assert engine.owner_figures()["num_referenced"] == 4
     place.check()
-
-
-def test_ended_request_holds_nothing(place):
-    engine, (keys, context) = place.engine("a"), prompt(1, 8)
-    turn(engine, *prompt(1, 4))
-    engine.prepare_store(keys[4:], context)
-    assert engine.lookup(keys, context) == 4
-    engine.on_request_finished(context)
-    place.restart()
-    engine.complete_store(keys[4:], context)
-    assert engine.owner_figures()["num_referenced"] == 0
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_random_clients_match_model(node, seed):
-    """Random calls of three engines, resets and new owners: no two writers of a slot, no lost slot, no wrong block.
-
-    `memory` has the key of each slot's block, as copies would leave it, and `writers` the weights of its writer.
-    """
-    node, dice = node(48), random.Random(seed)
-    engines = [node.engine(name, weights="version:start") for name in "abc"]
-    loads, stores, requests = [], [], []
-    weights = dict.fromkeys(engines, "start")
-    writers = [""] * 48
-    memory = np.memmap(node.folder / "pool", np.uint8, "r+", shape=(48, 64))[:, :20]
-    for step in range(400):
-        engine = dice.choice(engines)
-        action = dice.random()
-        if action < 0.6:
-            # A new request, or one that goes on, perhaps beside its running copies.
-            requests.append((engine, *prompt(dice.randint(0, 6), dice.randint(1, 10))))
-            keys, context = dice.choice([one[1:] for one in requests[-1:] + requests[-9:] if one[0] is engine])
-            if len(context.positions) < 14:
-                # It grows by what it has computed.
-                keys, grown = prompt(keys[0][7], len(context.positions) + dice.randint(0, 2))
-                context.set_offload_key_positions(grown.positions)
-        if action < 0.3:
-            hits = engine.lookup(keys, context) or 0
-            if hits:
-                slots = engine.prepare_load(keys[:hits], context).block_ids.tolist()
-                assert {writers[slot] for slot in slots} == {weights[engine]}
-                loads.append((engine, keys[:hits], slots, context))
-        elif action < 0.6:
-            output = engine.prepare_store(keys, context)
-            if output is not None:
-                slots = output.store_spec.block_ids.tolist()
-                in_use = [slot for *_, others, _ in loads + stores for slot in others]
-                assert not set(slots) & set(in_use)
-                stores.append((engine, output.keys_to_store, slots, context))
-        elif action < 0.75 and loads:
-            owner, keys, slots, context = loads.pop(dice.randrange(len(loads)))
-            assert memory[slots].tobytes() == b"".join(keys)
-            owner.complete_load(keys, context)
-        elif action < 0.9 and stores:
-            owner, keys, slots, context = stores.pop(dice.randrange(len(stores)))
-            memory[slots] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 20)
-            for slot in slots:
-                writers[slot] = weights[owner]
-            owner.complete_store(keys, context, dice.random() < 0.9)
-        elif action < 0.96 and requests:
-            owner, _, context = requests.pop(dice.randrange(len(requests)))
-            owner.on_request_finished(context, use_positions=True)
-        elif action < 0.97:
-            # The worker first ends the copies of before.
-            for owner, keys, slots, _ in stores:
-                if owner is engine:
-                    memory[slots] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 20)
-                    for slot in slots:
-                        writers[slot] = weights[engine]
-            version = dice.choice([None, "start", "later"])
-            weights[engine] = version or f"private {step}"
-            engine.reset_cache(version)
-            loads, stores = ([job for job in jobs if job[0] is not engine] for jobs in (loads, stores))
-        elif action < 0.98:
-            node.restart()
-        if dice.random() < 0.5:
-            engine.on_schedule_end()
-        if step % 20 == 0:
-            for engine in engines:
-                assert engine.owner_figures() is not None
-            node.check()
-    # Nothing is left of what has ended, also of messages that an owner's end has swallowed.
-    for owner, keys, _, context in loads:
-        owner.complete_load(keys, context)
-    for owner, keys, _, context in stores:
-        owner.complete_store(keys, context, False)
-    for owner, _, context in requests:
-        owner.on_request_finished(context, use_positions=True)
-    for engine in engines:
-        turn(engine, *prompt(7, 1))  # its end returns the slots of copies from before a reset
-    *_, figures = [engine.owner_figures() for engine in engines]
-    assert [engine._prompts for engine in engines] == [{}] * 3
-    assert (figures["num_referenced"], figures["num_pending"]) == (0, 0)
-    node.check()
-    assert node.owner.stats["dropped_clients"] == 0
 
 
 def test_largest_store_names_its_limit(node):

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import socket
-import struct
 import tempfile
 import uuid
 from contextlib import suppress
@@ -12,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from node_harness import Node, key_of, prompt, turn, wait_for
+from node_harness import prompt, turn, wait_for
 
 from kvcache.node import ledger as ledger_module
 from kvcache.node import protocol
@@ -114,44 +113,6 @@ def test_any_bytes_are_frames_or_refused(pieces):
             for frame in reader.feed(piece):
                 num_bytes += protocol.HEAD.size + len(frame.payload)
     assert num_bytes <= sum(map(len, pieces))
-
-
-VALUES = st.integers(-3, 70).map(lambda value: struct.pack("<i", value))
-PAYLOADS = st.one_of(
-    st.binary(max_size=80), st.lists(VALUES, max_size=6).map(b"".join),
-    st.lists(st.integers(0, 9), max_size=6).map(
-        lambda places: struct.pack("<I", 0) + struct.pack("<I", len(places)) + b"".join(key_of(1, i) for i in places)
-    ),
-    st.lists(st.integers(0, 9), max_size=6).map(
-        lambda places: struct.pack("<I", len(places)) + b"".join(key_of(1, i) for i in places)
-    ),
-    st.sampled_from([b"null", b"[" * 70_000, b'{"priority": 1}', b'{"priority": "x"}', b"1e999", b"\xff"]),
-)  # fmt: skip
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 3), st.integers(0, 3), PAYLOADS), max_size=12))
-def test_any_frame_leaves_pool_whole(frames):
-    """Frames of one engine in any order: others keep their blocks, and its end returns every slot."""
-    node = Node(32)
-    try:
-        engine, hostile = node.engine("a"), node.engine("b")
-        turn(engine, *prompt(7, 4))
-        with suppress(OSError):
-            for op, flag, request, payload in frames:
-                # A reset would empty the pool, as it should.
-                if op != protocol.RESET:
-                    hostile._link._sock.sendall(protocol.pack(op, flag, request, payload, 20))
-        hostile._link.close()
-        engine.owner_figures()
-        node.check()
-        assert engine.lookup(*prompt(7, 4)) == 4
-        engine.owner_figures()
-        node.leases.resume(node.leases.engines[1], [])
-        assert engine.owner_figures()["num_pending"] == 0
-        node.check()
-    finally:
-        node.close()
 
 
 def test_long_greeting_is_refused_unread(place):

@@ -1,6 +1,6 @@
 """Engines that update their weights, reset, start and end in random order never load a block of other weights.
 
-Each block holds the weights that wrote it and its writer. 1,000 steps a place in CI; ``KVCACHE_STRESS=10``: 10,000.
+Each block holds the weights that wrote it and its writer. 1,000 steps in CI; ``KVCACHE_STRESS=10``: 10,000.
 """
 
 import os
@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from node_harness import Node, prompt
+from node_harness import prompt
 from servers import ValkeyServer, find_valkey
 
 from kvcache import TieredOffloadingManager
@@ -56,24 +56,7 @@ class TieredEngine:
         self.manager.settle(5.0)
 
 
-class NodeEngine:
-    """An engine over a node's pool."""
-
-    def __init__(self, place, number, version):
-        identity = named({"weights": CHECKPOINT["weights"]}, version)
-        self.manager = place.node.engine(f"engine {number}", **identity)
-        self.rows = place.node.owner.pool.shared.array
-
-    def find(self, keys, context):
-        return self.manager.lookup(keys, context) or 0
-
-    def wait(self):
-        self.manager.owner_figures()
-
-
 class Tiers:
-    engine = TieredEngine
-
     def __init__(self, folder):
         if find_valkey() is None:
             pytest.skip("needs valkey-server or redis-server")
@@ -87,20 +70,6 @@ class Tiers:
 
     def close(self):
         self.server.kill()
-
-
-class Pool:
-    engine = NodeEngine
-
-    def __init__(self, folder):
-        self.node = Node(24)
-
-    def disturb(self):
-        self.node.managers = [manager for manager in self.node.managers if manager.refusal == ""]
-        self.node.restart()
-
-    def close(self):
-        self.node.close()
 
 
 class Run:
@@ -131,7 +100,7 @@ class Run:
     def start(self, number):
         version = self.dice.choice([None, None, *self.names])
         self.weights[number] = 0 if version is None else self.names[version]
-        self.engines[number], self.running[number] = self.place.engine(self.place, number, version), []
+        self.engines[number], self.running[number] = TieredEngine(self.place, number, version), []
 
     def update(self, number):
         """Update the weights of an engine, to new ones or to those of a version, and reset it once or twice."""
@@ -190,18 +159,15 @@ class Run:
             engine.wait()
 
 
-@pytest.mark.parametrize("kind", [Tiers, Pool])
-def test_no_block_of_other_weights(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr("kvcache.node.client._RETRY_S", 0)
-    place = kind(tmp_path)
-    if kind is Tiers:
-        monkeypatch.setattr("kvcache.tiers.valkey._EPOCH_INTERVAL_S", 5.0)
+def test_no_block_of_other_weights(tmp_path, monkeypatch):
+    place = Tiers(tmp_path)
+    monkeypatch.setattr("kvcache.tiers.valkey._EPOCH_INTERVAL_S", 5.0)
     run = Run(place, seed=46)
     try:
         for _ in range(NUM_STEPS):
             run.step()
             assert run.num_wrong == 0
-        print(kind.__name__, {name: count for name, count in vars(run).items() if name.startswith("num_")})
+        print({name: count for name, count in vars(run).items() if name.startswith("num_")})
         # They load, share and go on after updates, or nothing was tested.
         assert min(run.num_loaded, run.num_shared, run.num_after_reset) > NUM_STEPS / 50
     finally:

@@ -102,20 +102,6 @@ def test_idle_engine_joins_next_owner(place, monkeypatch, ends_first):
     place.check()
 
 
-def test_idle_engine_returns_late_blocks(place):
-    """The last look-up of an engine is late, and no later call of it returns the blocks of the answer."""
-    engine, other = place.engine("a", patience_s=0.05), place.engine("b")
-    turn(other, *prompt(1, 8))
-    keys, context = prompt(1, 8)
-    with gated(place.owner) as gate:
-        assert engine.lookup(keys, context) == 0
-        engine.on_request_finished(context, use_positions=True)
-        gate.set()
-        wait_for(lambda: other.owner_figures()["frames"] > 7)
-    assert other.owner_figures()["num_referenced"] == 0
-    assert place.leases.engines[engine.number].num_outages == 1
-
-
 def test_late_hybrid_blocks_return(node):
     """A hybrid model's later question is late while the blocks of its first one are being loaded."""
     node = node(64, {"cache_policy": "lru", "tiers": [{"type": "memory", "capacity": "4KiB"}]})
@@ -192,28 +178,6 @@ def test_unsent_heads_are_counted(node, monkeypatch):
     for _ in range(1000):
         link.tell(protocol.RELEASE, 0, 1)
         assert sum(map(len, link._unsent)) == link._num_unsent_bytes <= 4096
-
-
-def test_reset_of_late_owner_comes_first(node, monkeypatch):
-    monkeypatch.setattr("kvcache.node.client._RETRY_S", 0)
-    node = node(64)
-    engine = node.engine("a", patience_s=0.05)
-    turn(engine, *prompt(1, 8))
-    wait_for(lambda: engine.on_schedule_end() or engine.lookup(*prompt(1, 8)))
-    for is_late_before in (False, True):
-        with gated(node.owner) as gate:
-            if is_late_before:
-                assert engine.lookup(*prompt(1, 8)) == 0
-            engine.reset_cache()
-            assert engine.lookup(*prompt(1, 8)) == 0
-            gate.set()
-        for _ in range(3):
-            wait_for(lambda: engine.on_schedule_end() or engine._link.poll() is State.READY)
-            assert engine.lookup(*prompt(1, 8)) == 0
-        engine._link._patience_s = 10
-        assert engine.owner_figures()["num_referenced"] == 0
-        turn(engine, *prompt(1, 8))
-        engine._link._patience_s = 0.05
 
 
 def test_stopped_owner_costs_no_memory(node, monkeypatch):

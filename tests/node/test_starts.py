@@ -133,28 +133,6 @@ def test_service_refuses_other_configuration(place):
     assert place.thread.is_alive()
 
 
-def test_reset_of_all_engines_returns_slots(place):
-    """Loads hold every slot that engines may hold when all of them reset."""
-    engines = [place.engine(name) for name in "abc"]
-    for document in range(8):
-        turn(engines[0], *prompt(document, 8))
-    for document in range(8):
-        keys, context = prompt(document, 8)
-        reader = engines[document // 3]
-        hits = reader.lookup(keys, context)
-        reader.prepare_load(keys[:hits], context)
-    for engine in engines:
-        engine.reset_cache()
-    assert engines[0].owner_figures()["num_referenced"] == 60
-    stored = [turn(engine, *prompt(10 + i, 4), use_positions=False) for i, engine in enumerate(engines * 2)]
-    assert stored == [0] * 6
-    assert engines[0].owner_figures()["num_referenced"] == 0
-    # Blocks from before the resets stay for an engine that was not reset.
-    assert place.engine("d").lookup(*prompt(7, 8)) > 0
-    assert engines[2].lookup(*prompt(15, 4)) == 4
-    place.check()
-
-
 @pytest.mark.parametrize(("num_blocks", "num_resets"), [(48, 2), (256, 2), (256, 8)])
 def test_resets_amid_stores_keep_pool(node, num_blocks, num_resets):
     """No copy ends between the resets, and the engines are not told the ends of older ones."""
@@ -175,50 +153,6 @@ def test_resets_amid_stores_keep_pool(node, num_blocks, num_resets):
     figures = engines[0].owner_figures()
     assert (figures["num_pending"], figures["num_referenced"]) == (0, 0)
     node.check()
-
-
-@pytest.mark.parametrize("loads", [True, False])
-def test_reported_ends_return_old_slots(place, engine, other, loads):
-    """An engine of one's own reports copies from before a reset, so it needs no later copy."""
-    turn(other, *prompt(0, 24))
-    keys, context = prompt(0, 24)
-    if loads:
-        assert engine.lookup(keys, context) == 24
-        engine.prepare_load(keys, context)
-    else:
-        keys, context = prompt(1, 24)
-        assert len(engine.prepare_store(keys, context).keys_to_store) == 24
-    engine.reset_cache()
-    figures = engine.owner_figures()
-    assert figures["num_referenced" if loads else "num_pending"] == 24
-    if loads:
-        # A second load of this request could not be told apart from the first one.
-        assert engine.lookup(keys, context) == 0
-        engine.complete_load(keys, context)
-    else:
-        engine.complete_store(keys, context)
-    figures = engine.owner_figures()
-    assert (figures["num_referenced"], figures["num_pending"]) == (0, 0)
-    # The blocks belong to other weights: this engine does not find them.
-    assert engine.lookup(*prompt(0 if loads else 1, 24)) == 0
-    place.check()
-
-
-def test_engine_alone_recovers_from_resets(place, engine):
-    turn(engine, *prompt(0, 32))
-    held = prompt(0, 32)
-    assert engine.lookup(*held) == 32
-    engine.prepare_load(*held)
-    for document in range(1, 5):
-        # No copy ends between the resets.
-        engine.reset_cache()
-        output = engine.prepare_store(*prompt(document, 30))
-        assert len(output.keys_to_store) > 0
-    keys, context = prompt(9, 2)
-    engine.complete_store(engine.prepare_store(keys, context).keys_to_store, context)
-    figures = engine.owner_figures()
-    assert (figures["num_referenced"], figures["num_pending"]) == (0, len(output.keys_to_store))
-    place.check()
 
 
 def test_engines_leave_slots_for_recovery(engine, other):

@@ -541,14 +541,6 @@ def test_arrived_block_next_lookup_is_ready(looks_up):
     assert look_up(b"a", context) == (True if looks_up == "lookup" else 2)
 
 
-def test_awaited_block_during_reset_is_absent():
-    bench, context = Bench().on_tier(b"a"), ReqContext()
-    bench.ask(b"a", context=context)
-    assert bench.manager.status(b"a", context) == 1
-    bench.manager.reset_cache()
-    assert bench.manager.status(b"a", context) == 0
-
-
 @pytest.mark.parametrize(("seconds", "deadline_s"), [(0, 9.0), (3, 2.0), (6, 9.0)])
 def test_overdue_block_is_not_coming(seconds, deadline_s):
     bench, context = Bench(deadline_s=deadline_s).on_tier(*keys_of("ab")), ReqContext()

@@ -148,17 +148,6 @@ def test_flood_of_uses_is_bounded(world):
     assert list(world.tier.order)[:-2049:-1] == [b"23-7-%d" % i for i in range(2048)]
 
 
-def test_repeated_uses_are_merged(world):
-    keys = [b"%d" % i for i in range(100)]
-    for _ in range(1000):
-        world.controller.touch(keys, ReqContext())
-        assert len(world.controller._uses) <= 4 * MAX_STEP_BLOCKS + 100
-    world.controller.pass_on_uses()
-    assert len(world.tier.order) == 100
-    assert len(world.controller._uses) <= 3 * MAX_STEP_BLOCKS
-    assert world.controller.stats().dropped_uses == 0
-
-
 @pytest.mark.parametrize("by_keys", [False, True])
 def test_hint_reaches_policy_of_tier(by_keys):
     manager = SimulatedTieredManager(16, 4, [8], "lru", tier_policy=ReferenceGittins, clock=lambda: 0.0)

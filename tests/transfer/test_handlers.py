@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -359,18 +358,6 @@ def test_copy_beside_busy_python_ends(busy, switch_interval):
     while len(ended) < 3 and time.monotonic() < until:
         ended += handler.get_finished()
     assert [result.success for result in ended] == [True] * 3
-
-
-def test_wait_releases_the_gil(busy):
-    handler, *_ = busy
-    for job_id in range(4):
-        handler.transfer_async(job_id, spec_of(range(64), range(64)))
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(len(handler.get_finished())))
-    thread.start()
-    handler.wait([3])
-    thread.join()
-    assert len(seen) == 1
 
 
 class Interrupted(Exception):
