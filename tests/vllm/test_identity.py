@@ -301,6 +301,27 @@ def test_fingerprint_counts_length_for_some_ropes(folder, rope):
     assert differing(*found) == {"max_model_len"}
 
 
+@pytest.mark.parametrize(
+    ("length", "stored", "given", "is_tuned"),
+    [(40_000, {}, {}, True), (2048, {}, {}, False), (2048, {}, {"attn_temperature_tuning": True}, True),
+     (40_000, {"attn_temperature_tuning": False}, {}, False)],
+)  # fmt: skip
+def test_fingerprint_has_scale_of_queries(folder, length, stored, given, is_tuned):
+    """As vLLM's class of Llama 4 chooses it: by the longest prompt, unless the generation config says so."""
+    changes = {
+        "max_model_len": length,
+        "override_generation_config": given,
+        "try_get_generation_config": lambda: stored,
+    }
+    model = model_config(folder, hf_config=llama_config(attn_temperature_tuning=True), **changes)
+    assert taken(model).get("attn_temperature_tuning") == (None if is_tuned else False)
+
+
+def test_fingerprint_has_dtypes_of_quantization(folder):
+    configs = [llama_config(quantization_config={"input_tensors": {"dtype": dtype}}) for dtype in ("fp8_e4m3", "int8")]
+    assert differing(*[taken(model_config(folder, hf_config=config)) for config in configs]) == {"config"}
+
+
 @pytest.mark.parametrize("case", ["dummy", "hub", "no config"])
 def test_fingerprint_unreadable_weights_warns(folder, case, monkeypatch):
     warnings = []

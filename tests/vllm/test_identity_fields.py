@@ -40,8 +40,8 @@ NO_BYTES = {
     "mamba_cache_mode",
     "model_config": "allow_deprecated_quantization allowed_local_media_path allowed_media_domains convert "
     "disable_cascade_attn enable_cumem_allocator enable_nccl_comm_suspend enable_sleep_mode enable_trace_replay "
-    "enforce_eager generation_config hf_token io_processor_plugin is_submodel_config limit_mm_per_prompt "
-    "logits_processors logprobs_mode max_logprobs override_generation_config pooler_config renderer_num_workers "
+    "enforce_eager hf_token io_processor_plugin is_submodel_config limit_mm_per_prompt "
+    "logits_processors logprobs_mode max_logprobs pooler_config renderer_num_workers "
     "return_sampling_mask runner served_model_name skip_tokenizer_init sleep_mode_backend sleep_mode_offload_cudagraph "
     "sleep_preserve_parameter_names spec_target_max_model_len use_fp64_gumbel word_embeddings_untied_by_checkpoint "
     # Keys cover token ids and embeddings. The device of a processor is added to the processor's arguments.

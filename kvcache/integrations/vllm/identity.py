@@ -39,9 +39,9 @@ SAID = {
     "cache_config": "block_size cache_dtype hash_block_size is_attention_free kv_cache_dtype_skip_layers "
     "kv_cache_layout mamba_block_size mamba_cache_dtype mamba_page_size_padded mamba_ssm_cache_dtype "
     "prefix_match_unit skip_page_size_padded sliding_window",
-    "model_config": "code_revision config_format disable_sliding_window dtype hf_config hf_config_path hf_overrides "
-    "hf_text_config max_model_len model model_weights multimodal_config quantization quantization_config revision "
-    "seed trust_remote_code",
+    "model_config": "code_revision config_format disable_sliding_window dtype generation_config hf_config "
+    "hf_config_path hf_overrides hf_text_config max_model_len model model_weights multimodal_config "
+    "override_generation_config quantization quantization_config revision seed trust_remote_code",
     "parallel_config": "decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size "
     "tensor_parallel_size",
     "load_config": "load_format model_loader_extra_config",
@@ -257,7 +257,13 @@ def _model_of(model_config: Any, load_config: Any, weights_version: str | int | 
         model["multimodal"]["libraries"] = _versions_of(_OF_PROCESSORS)
     if getattr(model_config, "trust_remote_code", False):
         model["code"] = _code_of(model_config, load_config, folder)
-    if any(rope_type in json.dumps(hf_config, default=str) for rope_type in ("longrope", "dynamic")):
+    text = json.dumps(hf_config, default=str)
+    if "attn_temperature_tuning" in text:
+        # Llama 4 scales its queries by this field, which its class in vLLM replaces while it loads.
+        generation = {**model_config.try_get_generation_config(), **model_config.override_generation_config}
+        if not generation.get("attn_temperature_tuning", model_config.max_model_len > 32768):
+            model["attn_temperature_tuning"] = False
+    if any(rope_type in text for rope_type in ("longrope", "dynamic")):
         # The rotary embedding is chosen by the longest prompt that the engine allows.
         model["max_model_len"] = model_config.max_model_len
     return model
@@ -333,9 +339,14 @@ def _some(config: Any, names: tuple[str, ...]) -> Any:
 
 
 def _without(names: frozenset[str], config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config without the fields `names`, and without those that are None, at any depth."""
+    """Return a config without the fields `names`, and without those that are None, at any depth.
+
+    A `quantization_config` keeps its fields: a "dtype" in it decides values.
+    """
     return {
-        name: _without(names, value) if isinstance(value, dict) else value
+        name: _without(names if name != "quantization_config" else frozenset(), value)
+        if isinstance(value, dict)
+        else value
         for name, value in config.items()
         if name not in names and value is not None
     }
