@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.hints import DEMOTE, END_SESSION, KINDS, OTHER, PREFETCH, HintAction, actions_of, parse_hints
-from kvcache.keys import make_offload_key
 from kvcache.metrics import HintStats, Part
 from kvcache.request import ReqContext
 
 _LOG = logging.getLogger(__name__)
 _MAX_WAITING, _MAX_SESSIONS, _MAX_SESSION_KEYS, _MAX_HASH_CHARS = 1024, 4096, 1 << 20, 128
-_STEP_ACTIONS, _STEP_KEYS = 32, 4096
+_STEP_ACTIONS, _STEP_KEYS = 32, 512
 _PATIENCE_S, _ANSWER_S, _IDLE_S = 5.0, 1.0, 0.02
 """How long a deferred action is tried again, how long `ask` waits, and after how long without steps it makes them."""
 
@@ -171,7 +170,7 @@ class HintBoard:
         if target is not None:
             keys = list(target.positions or ())
         if manager is None or not keys:
-            return "rejected", 0
+            return "rejected", len(action.hashes or ())
         if action.kind == PREFETCH:
             return manager.prefetch(keys), len(keys)
         if action.kind == DEMOTE:
@@ -190,7 +189,7 @@ class HintBoard:
                 with suppress(ValueError):
                     found.append(bytes.fromhex(text))
         groups = range(len(self._manager.pool.configuration().get("group_windows") or "1")) if found else ()
-        return [make_offload_key(one, group) for group in groups for one in found if one]
+        return [one + group.to_bytes(4, "big") for group in groups for one in found if one]
 
     def _add(self, one: _Waiting) -> None:
         if len(self._waiting) < _MAX_WAITING:
