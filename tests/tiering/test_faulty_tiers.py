@@ -194,7 +194,7 @@ def test_random_faults_leave_nothing_behind(write_policy, is_completing):
         world = World(seed, write_policy=write_policy)
         # No faults, some everywhere, or one method that fails for good.
         rates = ({}, dict.fromkeys(NONSENSE, 0.05), {list(NONSENSE)[seed // 3]: 1.0})[seed % 3]
-        for step in range(800):
+        for step in range(500):
             for tier in world.tiers:
                 # The manager pauses a tier that fails all the time.
                 tier.rates = rates if step % 100 < 50 else {}
@@ -207,4 +207,4 @@ def test_random_faults_leave_nothing_behind(write_policy, is_completing):
         for tier in world.tiers:
             tier.rates = rates
         world.manager.shutdown()
-    assert num_loads > 100
+    assert num_loads > 50
