@@ -206,11 +206,10 @@ class ReferenceGittins(CachePolicy):
             was = group.cls % CLASSES_PER_HINT if group.cls < FIRST_SHARED else 3
             cls = CLASSES_PER_HINT * NEXT_USES.index(next_use) + was
             joined = self._join_group(key, cls, groups, group.length)
-            if key in self.blocks:
-                self.passing.pop(key, None)
-                joined.resident[key] = None
-            else:
+            if key not in self.blocks:
                 self.memory.move_to_end(key)
+            elif key not in self.passing:
+                joined.resident[key] = None
 
     def _tick(self) -> None:
         if self.start_ms is None:

@@ -268,15 +268,16 @@ cdef class GittinsCachePolicy(PolicyAdapter):
             if cell // NUM_BINS // CLASSES_PER_HINT != next_use and cell < FIRST_SHARED * NUM_BINS:
                 count_moved(self.values, cell, next_use, 1)
             length = self.aged.groups[group].length
-            if row != 0:
-                count_rows(self.table, self.table.rows[row].list_idx, -1)
-                count_rows(self.table, GROUPED, 1)
+            # A queued row keeps its place: nothing needs it, or it only passes through.
+            if row != 0 and self.table.rows[row].list_idx == GROUPED:
                 self._unlink(row)
             leave_group(self.aged, group, 1)
             group = self._join_group(&made[cls], next_use * CLASSES_PER_HINT + cls, length)
             label = group | sharing_in(label) << SHARING_SHIFT
-            if row != 0:
+            if row != 0 and self.table.rows[row].list_idx == GROUPED:
                 self._append(label, row, GROUPED)
+            elif row != 0:
+                self._place_of(row).label = label
             else:
                 self.memory.refresh(ghost)
                 self.memory.ghosts[ghost].state = label
