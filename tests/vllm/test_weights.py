@@ -10,15 +10,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 from engine_process import running, scale
-from engine_tiering import tier_config
+from engine_tiering import settle, tier_config
 from safetensors.torch import load_file, save_file
 from vllm import ModelRegistry
 from vllm.model_executor.models.llama import LlamaForCausalLM
-from waiting import kill_and_wait
+from waiting import kill_and_wait, wait_until
 
 from kvcache.cli.findings import check_file
 from kvcache.exporters.status import ask, default_folder, name_next_version
 from kvcache.node.protocol import node_folder
+from kvcache.tiers.base.lifecycle import State
 
 pytestmark = pytest.mark.slow
 SPEC = {"spec_name": "KVCacheOffloadingSpec", "spec_module_path": "kvcache.integrations.vllm"}
@@ -162,7 +163,12 @@ def update_under(engine, prompt, num_tokens, version, **reset):
     core.resume_scheduler()
     while llm.has_unfinished_requests():
         llm.step()
-    return is_empty if num_tokens or not reset else engine.llm.reset_prefix_cache(reset_connector=True, **reset)
+    if reset and not num_tokens:
+        is_empty = engine.llm.reset_prefix_cache(reset_connector=True, **reset)
+    # Until its reset is durable, a tier stores nothing. A node's engine has no tier.
+    tiers = [controller.tier for controller in getattr(engine.manager._manager, "controllers", ())]
+    wait_until(lambda: settle(engine.manager) or all(tier._life.state is State.OPEN for tier in tiers))
+    return is_empty
 
 
 @pytest.mark.parametrize(
