@@ -120,7 +120,8 @@ def test_late_hybrid_blocks_return(node):
     engine._link._patience_s = 10
     assert engine.owner_figures()["num_referenced"] == 3
     engine.complete_load(keys[:2], context)
-    assert engine.owner_figures()["num_referenced"] == 0
+    # A write to the tier, which holds its block, may still run.
+    wait_for(lambda: engine.owner_figures()["num_referenced"] == 0)
 
 
 def test_part_of_answer_ends_no_wait(node):
