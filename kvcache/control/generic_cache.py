@@ -1,7 +1,7 @@
 """The batch operations in terms of a policy's five primitives.
 
-They are the specification, the default for plug-ins and the test oracle. Compiled policies implement their own batch
-operations, which loop over rows.
+They are the default for plug-ins, and tests compare compiled policies, whose own batch operations loop over rows, with
+them. What a whole manager does is specified in `kvcache.testing.reference_manager`.
 """
 
 from __future__ import annotations
