@@ -334,16 +334,16 @@ class MooncakeFaults(ProxyFaults):
         stack.callback(self.proxy.close)
         self._stack = stack
         self._client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-        tier_module = importlib.import_module("kvcache.tiers.mooncake")
-        self._tier_class = tier_module.MooncakeTier
+        self._module = importlib.import_module("kvcache.tiers.mooncake")
         # Sets the client's time limits.
-        tier_module.load_client(self.TIMEOUT_S)
+        self._module.load_client(self.TIMEOUT_S)
         assert self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 24, "tcp", "", self.store.master) == 0
         self._wait_until_it_works()
 
     def open_tier(self, host, salt=""):
         master = f"127.0.0.1:{self.proxy.port}"
-        return self._tier_class(master, host, salt=salt, timeout_s=self.TIMEOUT_S)
+        options = self._module.MooncakeOptions(master=master, salt=salt, timeout_s=self.TIMEOUT_S)
+        return self._module.MooncakeTier(options, host)
 
     def master_killed(self):
         self.store.kill_master()
