@@ -1,7 +1,7 @@
 """Hints of clients and routers: one parser for a request's `kv_hints`, our short form, and the status socket.
 
 Anybody may send anything. So types and lengths are checked before a value is read, nothing longer than a field is
-formatted, hashed or copied, and any message takes less than 50 microseconds. What is invalid is ignored and counted.
+formatted, hashed or copied, and any message takes less than 50 microseconds. Invalid parts are ignored and counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _USELESS = "a priority has no effect, use next_use"
 class HintAction(NamedTuple):
     """One action: its type, when its target is used next, and the target: a session, block hashes, or the request.
 
-    `answer` is empty if it can be executed. `reason` says what of it is ignored.
+    `answer` is empty if the action can be executed. `reason` names the part that is ignored.
     """
 
     kind: str

@@ -54,7 +54,7 @@ def check(
         common.at_least("--data-parallel-size", data_parallel_size, 1)
     num_bytes, is_latent = _block_bytes(model, block_tokens, block_bytes, workers)
     described = config_path(model.partition(",")[0].strip()) if model is not None else None
-    folder = None if described is None else described.parent
+    folder = described.parent if described is not None and described.name == "config.json" else None
     _report(config, check_file(config, num_bytes, workers, is_latent, data_parallel_size, folder), strict, json)
 
 

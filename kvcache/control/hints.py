@@ -111,7 +111,7 @@ class HintBoard:
         """Have the steps execute a message, and return their answers; "" where there is none within a second.
 
         Callable in any thread but the manager's. An engine without requests makes no steps, so this thread makes them.
-        ValueError: it is no message.
+        ValueError: the message is neither an envelope nor the short form.
         """
         end_s = time.monotonic() + _PATIENCE_S
         posted = [_Waiting(action, end_s, None, action.answer) for action in parse_hints(message)]

@@ -189,7 +189,7 @@ def _hint_of(context: ReqContext) -> dict[str, Any]:
     if isinstance(context.retention, Retention):
         hint["retention"] = asdict(context.retention)
     if actions := actions_of(context):
-        # What is ignored is counted, so a rerun needs a field that is ignored, too.
+        # Ignored fields are counted, so a rerun needs one, too.
         ignored = {"priority": None} if any(action.reason for action in actions) else {}
         hint["kvcache"] = {"next_use": own_use(actions), **ignored}
     return hint

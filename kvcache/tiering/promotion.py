@@ -152,7 +152,7 @@ class Promotion:
         if not absent or limit <= 0:
             return "rejected" if absent else "accepted"
         if self._pending.wanting():
-            # Those who wait come first.
+            # Requests that wait come first.
             return "deferred"
         holders, ask_again = self._ask_tiers(absent[: min(limit, _PREFETCH_STEP)], now_s)
         if not holders:

@@ -437,8 +437,7 @@ def test_budgets_of_one_device_add_up(check, tmp_path, endurance, level, total):
 def test_useless_endurance_is_an_error(check, tmp_path, entry, message):
     tier = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "1GiB", **entry}
     tier = {name: value for name, value in tier.items() if value is not None}
-    given = {"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [tier]}
-    status, text = check(given, "--model", "llama-3.1-8b")
+    status, text = check({"spec_name": "tiering", "num_cpu_blocks": 8, "tiers": [tier]}, "--model", "llama-3.1-8b")
     assert (status, message in text) == (bool(message), True)
 
 
@@ -480,10 +479,9 @@ def test_check_compares_model_with_directory(check, tmp_path, monkeypatch, writt
     model.mkdir()
     shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "act": "silu"}
     (model / "config.json").write_text(json.dumps(shape))
-    digests = {}
     for name in (".safetensors", ".bin"):
         (model / f"a{name}").write_text(name)
-        digests[name] = digest_of_files([model / f"a{name}"])
+    digests = {weights.suffix: digest_of_files([weights]) for weights in model.glob("a.*")}
     config = {"config": {"hidden_size": 8, "act": "silu", "rope": 1}}
     stored = {"engine": "vllm", "dtype": "bf16", "weights": digests[".safetensors"], **config, **written}
     stored["weights"] = digests.get(stored["weights"], stored["weights"])
@@ -493,3 +491,5 @@ def test_check_compares_model_with_directory(check, tmp_path, monkeypatch, writt
     found = [each for each in json.loads(shown.partition("kvcache: error")[0])["findings"] if text in each["text"]]
     assert [(each["level"], each["subject"]) for each in found] == [(level, "tiers[0] disk")]
     assert status == (level == "error")
+    (tmp_path / "config.json").write_text(json.dumps(shape))  # without weights
+    assert "other processor" not in check(given, "--model", tmp_path)[1]

@@ -50,13 +50,15 @@ def compare_folder(
 
     `load_format` and `version`, that of the weights, are options of the start.
     """
-    known = {"engine": "vllm", "processor": digest_of_texts(folder.glob("*processor_config.json"))}
+    known, files = {"engine": "vllm"}, weight_files(folder, load_format)
+    if files:  # a whole model, not only its config.json
+        known["processor"] = digest_of_texts(folder.glob("*processor_config.json"))
     epoch = Epoch.of(stored)
     if version is not None or epoch.kind != EpochKind.FINGERPRINT:
         known[WEIGHTS] = epoch.weights
         if version is None or epoch != Epoch.of_version(version):
             yield "warning", f"has blocks of the weights {epoch.weights!r}, and a start with these options finds none"
-    elif files := weight_files(folder, load_format) if epoch.name.startswith("sha256:") else []:
+    elif files and epoch.name.startswith("sha256:"):
         # The start may read another format, or a single file.
         others = {tuple(weight_files(folder, other)) for other in _FORMATS_OF_FOLDER}
         others |= {(path,) for path in folder.glob("*.gguf")}
@@ -74,8 +76,5 @@ def compare_folder(
     if numbers:
         changes = ", ".join(f"{name} {fields[name]} is not {config[name]}" for name in sorted(numbers))
         yield "warning", f"was written with another configuration, which only hf_overrides may undo: {changes}"
-    names = [
-        *(stored.keys() - known.keys() - {"config"}),
-        *(f"config.{name}" for name in fields.keys() - equal - numbers),
-    ]
+    names = stored.keys() - known.keys() - {"config"} | {f"config.{name}" for name in fields.keys() - equal - numbers}
     yield "ok", f"has {len(equal)} fields of this config.json; only a start compares {', '.join(sorted(names))}"

@@ -1,4 +1,4 @@
-"""Honest hints of next use for a trace: what a client can know, when it knows it, and with its errors.
+"""Honest hints of next use for a trace: those that a client can know, sent when it knows them, and with its errors.
 
 A plan shows with them what hints would bring, before a client sends any.
 """
