@@ -372,9 +372,12 @@ class BlockPool:
         self._cache.unpin(keys, None if req_context is None else self._request_keys_of(req_context))
 
     def reserve(
-        self, keys: Keys, req_context: ReqContext | None = None, *, is_move: bool = False
+        self, keys: Keys, req_context: ReqContext | None = None, *, is_move: bool = False, may_decline: bool = False
     ) -> PrepareStoreOutput | None:
-        """Reserve slots for the absent keys; see `OffloadingManager.prepare_store`."""
+        """Reserve slots for the absent keys; see `OffloadingManager.prepare_store`.
+
+        With `may_decline`, a policy that `stores_all` may decline these keys.
+        """
         if type(keys) is not list:
             keys = as_key_list(keys)
         request_keys = None if req_context is None else self._request_keys_of(req_context)
@@ -387,7 +390,13 @@ class BlockPool:
         elif self._admission is not None and not is_move:
             admitted = self._admission.admit(keys)
         num_gated = self._cache.gated_blocks
-        output = self._cache.reserve(keys, request_keys, admitted)
+        if may_decline:
+            self.policy.stores_all = False
+        try:
+            output = self._cache.reserve(keys, request_keys, admitted)
+        finally:
+            if may_decline:
+                self.policy.stores_all = True
         if output is None:
             if not is_move:
                 self.refuse(keys, req_context)

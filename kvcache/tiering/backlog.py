@@ -1,4 +1,4 @@
-"""Which blocks one tier is still to be given: a backlog, blocks that are written late, and blocks that it missed.
+"""Which blocks one tier is still to be given: a backlog for each write rule.
 
 A scheduler cannot wait until a block is written when its slot is needed, so a tier that wants evicted blocks is written
 ahead: only part of host memory may hold unwritten blocks. Beyond that, the least recently used are written, and stay
@@ -9,24 +9,26 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
-from kvcache.tiering.endurance import RunChoice
+if TYPE_CHECKING:
+    from kvcache.request import ReqContext
 
 _FIRST_SHARE = 4
 """At first, one slot in so many is free or holds a written block."""
 
 
 class Backlog:
-    """The blocks that wait to be written to one tier, longest waiting first.
+    """The blocks that wait to be written to one tier, longest waiting first; by itself the rule ``"write_through"``.
 
     `missed` holds blocks that were not written because the tier failed: those that are still in host memory are offered
-    again once it works. A tier with a budget of writes has a `choice`, which chooses the blocks to offer.
+    again once it works.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.missed: OrderedDict[bytes, None] = OrderedDict()
         self.num_dropped = 0
-        self.choice: RunChoice | None = None
         self._max_blocks = num_blocks
         self._keys: deque[bytes] = deque()
 
@@ -41,9 +43,19 @@ class Backlog:
         """Whether no block waits to be written."""
         return not (self._keys or self.missed)
 
-    def add(self, keys: Iterable[bytes]) -> None:
+    def add(self, keys: list[bytes]) -> None:
         """Add blocks that became ready, in prefix order: the head of a prefix is written last, and so leaves last."""
-        self.offer(reversed([*keys]))
+        self.offer(reversed(keys))
+
+    def skip(self, keys: list[bytes]) -> None:
+        """Record blocks that the tier has, or that failed to become ready."""
+
+    def use(self, keys: list[bytes], req_context: ReqContext | None) -> list[bytes]:
+        """Record that a request stores or loads blocks; return those that the tier is to be given now."""
+        return []
+
+    def end_request(self, req_context: ReqContext) -> None:
+        """Forget a request."""
 
     def offer_due(self, room: int) -> None:
         """Offer the blocks that must be written now, as many as the tier has room for."""
@@ -102,8 +114,6 @@ class Backlog:
 
     def clear(self) -> None:
         """Forget all blocks."""
-        if self.choice is not None:
-            self.choice.clear()
         self._keys.clear()
         self.missed.clear()
 
@@ -120,8 +130,8 @@ class WriteBackBacklog(Backlog):
     def is_idle(self) -> bool:
         return not self.dirty and super().is_idle
 
-    def add(self, keys: Iterable[bytes]) -> None:
-        self.dirty.update(dict.fromkeys(reversed([*keys])))
+    def add(self, keys: list[bytes]) -> None:
+        self.dirty.update(dict.fromkeys(reversed(keys)))
 
     def offer_due(self, room: int) -> None:
         num_due = min(room - len(self), len(self.dirty) - (self._max_blocks - self._num_ahead))
@@ -152,6 +162,51 @@ class WriteBackBacklog(Backlog):
     def clear(self) -> None:
         super().clear()
         self.dirty.clear()
+
+
+class SelectiveBacklog(Backlog):
+    """The backlog of ``"write_through_selective"``: blocks that were used `num_uses` times, once a request."""
+
+    def __init__(self, num_blocks: int, num_uses: int) -> None:
+        super().__init__(num_blocks)
+        self._num_uses = num_uses
+        # Its first item goes often: in a plain dict that would cost a walk over the gaps of those before.
+        self._uses: OrderedDict[bytes, int] = OrderedDict()
+        # The keys whose use was counted for each request.
+        self._counted: WeakKeyDictionary[ReqContext, set[bytes]] = WeakKeyDictionary()
+
+    def add(self, keys: list[bytes]) -> None:
+        super().add([key for key in keys if self._uses.get(key, 1) >= self._num_uses])
+
+    def use(self, keys: list[bytes], req_context: ReqContext | None) -> list[bytes]:
+        if req_context is not None:
+            counted = self._counted.setdefault(req_context, set())
+            keys = [key for key in dict.fromkeys(keys) if key not in counted]
+            counted.update(keys)
+        # Counts of blocks that left go first.
+        while len(self._uses) > 2 * self._max_blocks:
+            self._uses.popitem(last=False)
+        due = []
+        for key in keys:
+            num_uses = self._uses[key] = self._uses.get(key, 0) + 1
+            if num_uses == self._num_uses:
+                due.append(key)
+        return due
+
+    def late(self, keys: list[bytes]) -> list[bytes]:
+        return [key for key in keys if self._uses.get(key, 1) < self._num_uses]
+
+    def hurry(self, keys: list[bytes]) -> None:
+        self._uses.update(dict.fromkeys(keys, self._num_uses))
+        super().hurry(keys)
+
+    def end_request(self, req_context: ReqContext) -> None:
+        self._counted.pop(req_context, None)
+
+    def clear(self) -> None:
+        super().clear()
+        self._uses.clear()
+        self._counted.clear()
 
 
 def _move_to_end(blocks: OrderedDict[bytes, None], keys: list[bytes]) -> None:

@@ -18,9 +18,9 @@ from kvcache.metrics import HistogramData, counter, gauge, histogram, state
 from kvcache.options import Options, choice_of, option, parse_count, parse_duration, parse_flag
 from kvcache.registry import POLICIES
 from kvcache.tiering.arbiter import Link
-from kvcache.tiering.backlog import Backlog, WriteBackBacklog
+from kvcache.tiering.backlog import Backlog, SelectiveBacklog, WriteBackBacklog
 from kvcache.tiering.breaker import BREAKER_STATES, Direction, Faults
-from kvcache.tiering.endurance import RunChoice
+from kvcache.tiering.endurance import BudgetBacklog
 from kvcache.tiering.uses import UseQueue
 from kvcache.tiers.base.tier import MAX_STEP_BLOCKS, TierResult, TierStats
 from kvcache.tiers.base.wear import parse_endurance
@@ -191,13 +191,8 @@ class TierController:
         self.medium = str(tier.medium)
         self.config = config
         self.jobs: dict[int, TierJob] = {}
-        self.backlog = (WriteBackBacklog if config.write_policy == "write_back" else Backlog)(num_blocks)
+        self.backlog = self._new_backlog(num_blocks)
         self.link = Link() if config.arbiter else None
-        if config.endurance is not None:
-            if tier.wear is None:
-                raise ValueError(f"endurance limits the writes of a disk; tier {self.medium} does not wear")
-            tier.wear.limit(config.endurance)
-            self.backlog.choice = RunChoice(tier.wear)
         self._max_blocks = max(1, budget.num_left // num_tiers)
         if tier.max_queued_blocks is not None:
             self._max_blocks = max(1, min(self._max_blocks, tier.max_queued_blocks))
@@ -212,6 +207,16 @@ class TierController:
         self._overdue_jobs = 0
         # When a reset that raised is tried again, and the version that it was for.
         self._reset_again: tuple[float, str | int | None] | None = None
+
+    def _new_backlog(self, num_blocks: int) -> Backlog:
+        if self.config.endurance is not None:
+            if self.tier.wear is None:
+                raise ValueError(f"endurance limits the writes of a disk; tier {self.medium} does not wear")
+            self.tier.wear.limit(self.config.endurance)
+            return BudgetBacklog(num_blocks, self.tier.wear)
+        if self.config.write_policy == "write_through_selective":
+            return SelectiveBacklog(num_blocks, self.config.num_uses)
+        return (WriteBackBacklog if self.config.write_policy == "write_back" else Backlog)(num_blocks)
 
     def may_send(self, is_load: bool, now_s: float) -> bool:
         """Return whether it is worth asking the tier for blocks, or offering blocks to it."""
@@ -270,6 +275,7 @@ class TierController:
 
     def end_request(self, req_context: ReqContext) -> None:
         """Record a request's end, to be passed to the tier after the request's uses."""
+        self.backlog.end_request(req_context)
         self._uses.end(req_context)
 
     def hint(self, request_or_keys: ReqContext | list[bytes], next_use: str) -> None:
@@ -439,7 +445,7 @@ class TierController:
             num_loading=self._reads.num_blocks,
             num_storing=self._writes.num_blocks,
             num_backlog=len(self.backlog),
-            declined_blocks=0 if self.backlog.choice is None else self.backlog.choice.num_declined,
+            declined_blocks=self.backlog.num_declined if isinstance(self.backlog, BudgetBacklog) else 0,
             dropped_uses=self._uses.num_dropped,
             promotion_seconds=HistogramData(*self._reads.seconds.data()),
             write_seconds=HistogramData(*self._writes.seconds.data()),

@@ -7,11 +7,12 @@ its head on or not at all: a hole would make the blocks behind it useless. It is
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from kvcache.request import ReqContext
+from kvcache.tiering.backlog import Backlog
 from kvcache.tiers.base.wear import Wear
 
 _MOST_PLACES = 256
@@ -87,20 +88,24 @@ class _Run:
     last: list[bytes] = field(default_factory=list)
 
 
-class RunChoice:
-    """Chooses the runs that a tier with the budget `wear` receives; `due` has chosen blocks that are not ready yet."""
+class BudgetBacklog(Backlog):
+    """The backlog of a tier with the budget `wear` of writes: it receives chosen runs.
 
-    def __init__(self, wear: Wear) -> None:
+    `due` has chosen blocks that are not ready yet.
+    """
+
+    def __init__(self, num_blocks: int, wear: Wear) -> None:
+        super().__init__(num_blocks)
         self._wear = wear
         self._values = RunValues(wear.num_blocks)
         self._runs: WeakKeyDictionary[ReqContext, _Run] = WeakKeyDictionary()
         self.due: set[bytes] = set()
         self.num_declined = 0
 
-    def note_use(self, keys: list[bytes], req_context: ReqContext | None) -> None:
-        """Record blocks that a request loads."""
+    def use(self, keys: list[bytes], req_context: ReqContext | None) -> list[bytes]:
         if req_context is not None:
             self._run_of(req_context).keys.update(dict.fromkeys(keys))
+        return []
 
     def choose(
         self,
@@ -144,17 +149,18 @@ class RunChoice:
         """Return whether a request's blocks are written; always True without a context."""
         return req_context is None or self._run_of(req_context).is_chosen
 
-    def end(self, req_context: ReqContext) -> None:
-        """Forget a request."""
-        self._runs.pop(req_context, None)
+    def add(self, keys: list[bytes]) -> None:
+        super().add([key for key in keys if key in self.due] if self.due else [])
+        self.skip(keys)
 
-    def take_due(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Remove the `keys` that are due from `due`, and return them."""
-        ready = [key for key in keys if key in self.due] if self.due else []
-        self.due.difference_update(ready)
-        return ready
+    def skip(self, keys: list[bytes]) -> None:
+        self.due.difference_update(keys)
+
+    def end_request(self, req_context: ReqContext) -> None:
+        self._runs.pop(req_context, None)
 
     def clear(self) -> None:
         """Forget requests and blocks, but keep the values of classes."""
+        super().clear()
         self._runs.clear()
         self.due.clear()

@@ -394,7 +394,6 @@ class TieredOffloadingManager(OffloadingManager):
         self._pending.forget()
         if self.arbiter is not None:
             self.arbiter.probes.clear()
-        self._writing.clear()
         for controller in self.controllers:
             controller.reset(now_s, version)
         self._open_again()

@@ -14,7 +14,7 @@ from kvcache.lab.traces.keys import KeyMaker
 from kvcache.lab.traces.trace import Trace
 from kvcache.testing.tiers import ManualTier
 from kvcache.tiering.controller import TierConfig
-from kvcache.tiering.endurance import RunChoice, RunValues
+from kvcache.tiering.endurance import BudgetBacklog, RunValues
 from kvcache.tiers.base.wear import DAY_S, Wear
 
 HOUR_S = 3600.0
@@ -152,12 +152,12 @@ def test_skipped_last_block_precedes_later():
     wear = Wear(100_000, 1, clock=lambda: 0.0)
     # Ten blocks a second.
     wear.limit(8.64)
-    choice = RunChoice(wear)
+    choice = BudgetBacklog(64, wear)
     for user in range(20):
         for last in (b"last", b"other"):
             context = ReqContext("request")
             choice.choose([*keys_of(user, 19), b"%d" % user + last], context, lambda keys: 0, 0)
-            choice.end(context)
+            choice.end_request(context)
     wear.spend(540)
     context, keys, num_declined = ReqContext("parts"), keys_of(99, 40), choice.num_declined
     assert choice.choose(keys[:20], context, lambda keys: 0, 0) == keys[:19]
@@ -359,7 +359,7 @@ def test_blocks_under_way_use_budget():
     for user, context in enumerate(contexts):
         bench.manager.prepare_store(keys_of(user, 20), context)
     # One hour grants 42 blocks, and the first minute 0.7.
-    choice = bench.manager.controllers[0].backlog.choice
+    choice = bench.manager.controllers[0].backlog
     assert len(choice.due) == 42
     bench.manager.complete_store(keys_of(0, 20), contexts[0], success=False)
     assert len(choice.due) == 22
