@@ -84,7 +84,7 @@ _BACKOFF = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta
 def _parse_bucket(name: str, value: object) -> str:
     # The library aborts its thread if a name does not form a valid URL.
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]", value):
-        raise ValueError(f"{name} must be the name of a bucket: 3 to 255 of letters, digits, '.', '_' and '-', got {value!r}")
+        raise ValueError(f"{name} must be the name of a bucket: 3 to 255 letters, digits or '._-', got {value!r}")
     return value
 
 
