@@ -6,14 +6,12 @@ formatted, hashed or copied, and any message takes less than 50 microseconds. In
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
 from kvcache.request import ReqContext, Retention, check_next_use, shown
 
-_logger = logging.getLogger(__name__)
 NEXT_USE, RETAIN, PREFETCH, DEMOTE, END_SESSION = KINDS = (
     "kv.next_use", "kv.retain", "kv.prefetch", "kv.demote", "kv.end_session",
 )  # fmt: skip
@@ -26,7 +24,6 @@ MAX_ACTIONS, MAX_HASHES, MAX_NAME_CHARS = 8, 512, 128
 _SOON_S, _MAX_S = 60, 366 * 86_400
 _SHORT_FIELDS = ("next_use", "session_id", "priority", "ttl_s")
 """Fields of the short form. The last two are ignored: older clients send them."""
-_USELESS = "a priority has no effect, use next_use"
 
 
 class HintAction(NamedTuple):
@@ -43,10 +40,10 @@ class HintAction(NamedTuple):
     reason: str = ""
 
     @property
-    def is_own_use(self) -> bool:
-        """Whether it is a next use of the request that carries it."""
-        is_use = self.kind in (NEXT_USE, RETAIN) or (self.kind == END_SESSION and self.session_id is None)
-        return is_use and self.hashes is None and not self.answer
+    def is_own(self) -> bool:
+        """Whether its target is the request that carries it: a next use only names the session that this belongs to."""
+        is_own = self.session_id is None or self.kind in (NEXT_USE, RETAIN)
+        return is_own and self.hashes is None and not self.answer
 
 
 def parse_hints(message: object) -> list[HintAction]:
@@ -60,8 +57,7 @@ def parse_hints(message: object) -> list[HintAction]:
         for name in islice(message, len(_SHORT_FIELDS) + 1):
             if type(name) is not str or name not in _SHORT_FIELDS:
                 raise ValueError(f"it may hold next_use and session_id, got {shown(name)}")
-        reason = _USELESS if "priority" in message or "ttl_s" in message else ""
-        return [HintAction(NEXT_USE, _next_use(message.get("next_use")), _name(message), reason=reason)]
+        return [_read(NEXT_USE, message)]
     if _field(message, "protocol_version") not in PROTOCOL_VERSIONS:
         raise ValueError(f"its protocol_version is unknown: got {shown(_field(message, 'protocol_version'))}")
     actions = _field(message, "actions")
@@ -82,15 +78,22 @@ def _action(action: object) -> HintAction:
             raise ValueError(f"{kind} has an unknown version: got {shown(version)}")
         if type(payload) is not dict:
             raise ValueError(f"the payload of {kind} must be a dict, got {shown(payload)}")
-        next_use = "end" if kind == END_SESSION else None
-        if kind in (NEXT_USE, RETAIN):
-            next_use = _next_use(payload.get("next_use" if kind == NEXT_USE else "ttl_s"), kind == RETAIN)
-        hashes = payload.get("block_hashes")
-        if hashes is not None and not (type(hashes) is list and 0 < len(hashes) <= MAX_HASHES):
-            raise ValueError(f"block_hashes must be a list of 1 to {MAX_HASHES}, got {shown(hashes)}")
-        return HintAction(kind, next_use, _name(payload), hashes, "", _USELESS if "priority" in payload else "")
+        return _read(kind, payload)
     except ValueError as error:
         return HintAction(kind, answer="ignored", reason=str(error))
+
+
+def _read(kind: str, payload: dict[Any, Any]) -> HintAction:
+    next_use = "end" if kind == END_SESSION else None
+    if kind in (NEXT_USE, RETAIN):
+        next_use = _next_use(payload.get("next_use" if kind == NEXT_USE else "ttl_s"), kind == RETAIN)
+    name, hashes = payload.get("session_id"), payload.get("block_hashes")
+    if name is not None and not (type(name) is str and 0 < len(name) <= MAX_NAME_CHARS):
+        raise ValueError(f"session_id must be a str of 1 to {MAX_NAME_CHARS} characters, got {shown(name)}")
+    if hashes is not None and not (type(hashes) is list and 0 < len(hashes) <= MAX_HASHES):
+        raise ValueError(f"block_hashes must be a list of 1 to {MAX_HASHES}, got {shown(hashes)}")
+    is_useless = "priority" in payload or ("ttl_s" in payload and kind != RETAIN)
+    return HintAction(kind, next_use, name, hashes, "", "a priority has no effect, use next_use" if is_useless else "")
 
 
 def _field(value: object, name: str) -> Any:
@@ -106,50 +109,31 @@ def _next_use(value: object, is_seconds: bool = False) -> str | None:
     return None if value is None else check_next_use(value)
 
 
-def _name(fields: dict[str, Any]) -> str | None:
-    name = fields.get("session_id")
-    if name is not None and not (type(name) is str and 0 < len(name) <= MAX_NAME_CHARS):
-        raise ValueError(f"session_id must be a str of 1 to {MAX_NAME_CHARS} characters, got {shown(name)}")
-    return name
-
-
 def actions_of(req_context: ReqContext) -> list[HintAction]:
-    """Return the actions that a request carries, those of its `kv_hints` last. An invalid message is ignored."""
-    params: Any = req_context.kv_transfer_params
-    messages = [params["kvcache"]] if isinstance(params, dict) and "kvcache" in params else []
-    if req_context.kv_hints is not None:
-        messages.append(req_context.kv_hints)
-    found: list[HintAction] = []
-    for message in messages:
-        try:
-            found += parse_hints(message)
-        except ValueError as error:
-            found.append(HintAction(OTHER, answer="ignored", reason=str(error)))
-    return found
+    """Return the actions of our field of a request, of its `kv_hints`, and its `retention` as the last one.
+
+    They are read once: the request's context keeps them. An invalid message is an ignored action.
+    """
+    if req_context.actions is None:
+        params: Any = req_context.kv_transfer_params
+        messages = [params["kvcache"]] if isinstance(params, dict) and "kvcache" in params else []
+        if req_context.kv_hints is not None:
+            messages.append(req_context.kv_hints)
+        actions: list[HintAction] = []
+        for message in messages:
+            try:
+                actions += parse_hints(message)
+            except ValueError as error:
+                actions.append(HintAction(OTHER, answer="ignored", reason=str(error)))
+        if (retention := req_context.retention) is not None:
+            if not isinstance(retention, Retention):
+                raise ValueError(f"retention must be a Retention or None, got {retention!r}")
+            actions.append(HintAction(NEXT_USE, retention.next_use))
+        req_context.actions = actions
+    return req_context.actions
 
 
 def own_use(actions: Iterable[HintAction]) -> str | None:
     """Return the next use of the request that carries the actions: the last one that they name."""
-    uses = [action.next_use for action in actions if action.next_use is not None and action.is_own_use]
+    uses = [action.next_use for action in actions if action.next_use is not None and action.is_own]
     return uses[-1] if uses else None
-
-
-class HintReader:
-    """Reads the next use of one manager's requests, and counts the requests with hints that are ignored."""
-
-    def __init__(self) -> None:
-        self.num_ignored = 0
-
-    def of(self, req_context: ReqContext) -> Retention | None:
-        """Return the request's next use, or None."""
-        retention = req_context.retention
-        if retention is not None:
-            if not isinstance(retention, Retention):
-                raise ValueError(f"retention must be a Retention or None, got {retention!r}")
-            return retention
-        actions = actions_of(req_context)
-        if reasons := [action.reason for action in actions if action.reason]:
-            if self.num_ignored == 0:
-                _logger.warning("ignoring a retention hint: %s", reasons[0])
-            self.num_ignored += 1
-        return Retention(own_use(actions)) if actions else None

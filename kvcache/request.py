@@ -87,6 +87,8 @@ class ReqContext:
 
     Attributes
     ----------
+    actions : list of kvcache.hints.HintAction or None
+        The actions of the client's hints, once they are parsed.
     positions : mapping of bytes to int, or None
         Where in the prompt each key's block ends, in tokens, if the engine reports it.
     request_keys : dict
@@ -97,6 +99,7 @@ class ReqContext:
     __slots__ = (
         "__weakref__",
         "_state",
+        "actions",
         "kv_hints",
         "kv_transfer_params",
         "positions",
@@ -117,15 +120,11 @@ class ReqContext:
         self.req_id = req_id
         self.kv_transfer_params = kv_transfer_params
         self.kv_hints = kv_hints
+        self.actions: list[Any] | None = None
         self.retention = retention
         self._state: dict[type, Any] | None = None
         self.positions: dict[bytes, int] | None = None
         self.request_keys: dict[Any, Any] = {}
-
-    @property
-    def may_have_hints(self) -> bool:
-        """Whether a hint came with the request, valid or not."""
-        return not (self.retention is None and self.kv_transfer_params is None and self.kv_hints is None)
 
     def __repr__(self) -> str:
         return f"ReqContext(req_id={self.req_id!r})"

@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.hints import DEMOTE, END_SESSION, KINDS, OTHER, PREFETCH, HintAction, actions_of, parse_hints
+from kvcache.hints import DEMOTE, END_SESSION, PREFETCH, HintAction, actions_of, parse_hints
 from kvcache.metrics import HintStats, Part
 from kvcache.request import ReqContext
 
 _LOG = logging.getLogger(__name__)
 _MAX_WAITING, _MAX_SESSIONS, _MAX_SESSION_KEYS, _MAX_HASH_CHARS = 1024, 4096, 1 << 20, 128
-_STEP_ACTIONS, _STEP_KEYS = 32, 512
+_STEP_KEYS, _ACTION_KEYS, _MAX_KEYS = 512, 16, 2048
+"""Keys after which a step ends; those that the work of an action without keys equals; keys of the hashes of one."""
 _PATIENCE_S, _ANSWER_S, _IDLE_S = 5.0, 1.0, 0.02
 """How long a deferred action is tried again, how long `ask` waits, and after how long without steps it makes them."""
 
@@ -34,14 +34,6 @@ class _Waiting:
     end_s: float
     target: ReqContext | None = None
     answer: str = ""
-
-
-@dataclass(slots=True)
-class _Wishes:
-    """What a request asks for itself: the session that it belongs to, and whether it is demoted at its end."""
-
-    session_id: str | None = None
-    is_demoted: bool = False
 
 
 class HintBoard:
@@ -58,7 +50,7 @@ class HintBoard:
         self._sessions: OrderedDict[str, tuple[ReqContext, int]] = OrderedDict()
         self._num_keys = 0
         self._waiting: deque[_Waiting] = deque()
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._counting, self._draining = threading.Lock(), threading.Lock()
         self._num_steps = 0
         if manager is not None:
@@ -68,70 +60,50 @@ class HintBoard:
 
     def parts(self) -> list[Part]:
         """Return the number of answers by type of action. May be called from any thread."""
-        by_kind: dict[str, dict[str, int]] = {}
         with self._counting:
-            for (kind, answer), number in self._counts.items():
-                by_kind.setdefault(kind, {})[answer] = number
-        return [Part("hint", HintStats(**answers), (("type", kind),)) for kind, answers in sorted(by_kind.items())]
+            counts = sorted(self._counts.items())
+            return [Part("hint", HintStats(**answers), (("type", kind),)) for kind, answers in counts]
 
-    def begin(self, req_context: ReqContext, actions: Iterable[HintAction] | None = None) -> None:
-        """Take in the actions of a new request: those that it carries, or these."""
-        if actions is None:
-            actions = actions_of(req_context) if req_context.may_have_hints else ()
-        wishes = _Wishes()
-        for action in actions:
-            if action.answer or action.is_own_use:
+    def begin(self, req_context: ReqContext) -> None:
+        """Take in the actions that a new request carries."""
+        for action in actions_of(req_context):
+            answer = action.answer
+            if action.is_own and action.kind not in (PREFETCH, DEMOTE):
                 # The pool reads a next use when the request first uses a block.
-                wishes.session_id = action.session_id or wishes.session_id
-                self._count(action, action.answer or "accepted")
-            elif action == HintAction(DEMOTE, reason=action.reason) and self._manager is not None:
-                wishes.is_demoted = True
-            elif action.kind != PREFETCH and action.hashes is not None:
+                answer = "accepted"
+            elif action.hashes is not None and action.kind != PREFETCH:
                 # A client may know the hashes of blocks that others use.
-                self._count(action, "rejected")
-            else:
-                self._add(_Waiting(action, time.monotonic() + _PATIENCE_S))
-        if wishes != _Wishes():
-            req_context.set_state(wishes)
+                answer = "rejected"
+            if not (action.is_own and action.kind == DEMOTE and self._manager is not None):
+                self._add(action, answer)
 
     def end(self, req_context: ReqContext) -> None:
         """Note that a request has ended: from now on, the name of its session stands for its blocks."""
-        wishes = req_context.get_state(_Wishes)
-        if wishes is not None and wishes.is_demoted:
-            self._add(_Waiting(HintAction(DEMOTE), time.monotonic() + _PATIENCE_S, req_context))
-        if wishes is not None and wishes.session_id is not None:
-            self._forget(wishes.session_id)
+        own = [action for action in actions_of(req_context) if action.is_own and self._manager is not None]
+        if any(action.kind == DEMOTE for action in own):
+            self._add(HintAction(DEMOTE), target=req_context)
+        for name in [action.session_id for action in own if action.session_id is not None][-1:]:
+            self._forget(name)
             num_keys = len(req_context.positions or ())
-            self._sessions[wishes.session_id] = req_context, num_keys
+            self._sessions[name] = req_context, num_keys
             self._num_keys += num_keys
             while len(self._sessions) > _MAX_SESSIONS or self._num_keys > _MAX_SESSION_KEYS:
                 self._forget(next(iter(self._sessions)))
 
     def ask(self, message: object) -> list[str]:
-        """Have the steps execute a message, and return their answers; "" where there is none within a second.
+        """Have the steps execute a message, and return their last answers within a second; "" if missing.
 
         Callable in any thread but the manager's. An engine without requests makes no steps, so this thread makes them.
         ValueError: the message is neither an envelope nor the short form.
         """
-        end_s = time.monotonic() + _PATIENCE_S
-        posted = [_Waiting(action, end_s, None, action.answer) for action in parse_hints(message)]
-        for one in posted:
-            if one.answer:
-                self._count(one.action, one.answer)
-            else:
-                self._add(one)
-        end_s, num_steps = time.monotonic() + _ANSWER_S, self._num_steps
-        while self._waiting and time.monotonic() < end_s:
+        posted = [self._add(action, action.answer) for action in parse_hints(message)]
+        end_s = time.monotonic() + _ANSWER_S
+        while any(one.answer in ("", "deferred") for one in posted) and time.monotonic() < end_s:
+            num_steps = self._num_steps
             time.sleep(_IDLE_S)
-            if self._num_steps != num_steps or not self._owns_keys:
-                # The engine makes steps: deferred actions are in good hands.
-                if all(one.answer for one in posted):
-                    break
-                num_steps = self._num_steps
-            elif self._manager is not None:
+            if self._num_steps == num_steps and self._owns_keys and self._manager is not None:
                 self.step()
                 self._manager.on_schedule_end()
-                num_steps = self._num_steps
         return [one.answer for one in posted]
 
     def step(self) -> None:
@@ -140,67 +112,71 @@ class HintBoard:
         if not self._waiting or not self._draining.acquire(blocking=False):
             return
         try:
-            num_keys, now_s = 0, time.monotonic()
-            for _ in range(min(_STEP_ACTIONS, len(self._waiting))):
+            num_left, now_s = _STEP_KEYS, time.monotonic()
+            for _ in range(len(self._waiting)):
                 one = self._waiting.popleft()
                 try:
-                    answer, num_named = self._execute(one)
+                    answer, num_keys = self._execute(one.action, one.target)
                 except Exception:
                     _LOG.exception("a hint of type %s failed", one.action.kind)
-                    answer, num_named = "rejected", 0
-                if answer != one.answer:
-                    one.answer = answer
-                    self._count(one.action, answer)
+                    answer, num_keys = "rejected", 0
+                self._answer(one, answer)
                 if answer == "deferred" and now_s < one.end_s:
                     self._waiting.append(one)
-                num_keys += num_named
-                if num_keys >= _STEP_KEYS:
+                num_left -= _ACTION_KEYS + num_keys
+                if num_left <= 0:
                     break
         finally:
             self._draining.release()
 
-    def _execute(self, one: _Waiting) -> tuple[str, int]:
+    def _execute(self, action: HintAction, target: ReqContext | None) -> tuple[str, int]:
         """Execute one action; return the answer, and the number of keys that it named."""
-        action, manager, target = one.action, self._manager, one.target
-        keys = self._keys_of(action.hashes or ())
+        manager = self._manager
+        if manager is None or (action.hashes is not None and not self._owns_keys):
+            return "rejected", 0
         if action.hashes is None and action.session_id is not None:
             target = self._sessions.get(action.session_id, (None, 0))[0]
-            if target is None and manager is not None:
+            if target is None:
                 return "missing", 0
-        if target is not None:
-            keys = list(target.positions or ())
-        if manager is None or not keys:
-            return "rejected", len(action.hashes or ())
+        groups = range(len(manager.pool.group_windows or "1"))
+        hashes, most = action.hashes or [], _MAX_KEYS // len(groups)
+        keys = _keys_of(hashes[:most], groups) if target is None else list(target.positions or ())
+        if not keys:
+            return "rejected", 0
+        answer = "accepted"
         if action.kind == PREFETCH:
-            return manager.prefetch(keys), len(keys)
-        if action.kind == DEMOTE:
-            return manager.demote(target or keys), len(keys)
-        if action.next_use is not None:
+            answer = manager.prefetch(keys)
+        elif action.kind == DEMOTE:
+            answer = manager.demote(keys, target)
+        elif action.next_use is not None:
             manager.hint(target or keys, action.next_use)
         if action.kind == END_SESSION and action.session_id is not None:
             self._forget(action.session_id)
-        return "accepted", len(keys)
+        return "clipped" if answer == "accepted" and len(hashes) > most else answer, len(keys)
 
-    def _keys_of(self, hashes: Iterable[object]) -> list[bytes]:
-        """Return the keys of block hashes in hex, in each group of KV caches; other values are left out."""
-        found = []
-        for text in hashes if self._owns_keys else ():
-            if type(text) is str and 0 < len(text) <= _MAX_HASH_CHARS:
-                with suppress(ValueError):
-                    found.append(bytes.fromhex(text))
-        groups = range(len(self._manager.pool.configuration().get("group_windows") or "1")) if found else ()
-        return [one + group.to_bytes(4, "big") for group in groups for one in found if one]
-
-    def _add(self, one: _Waiting) -> None:
-        if len(self._waiting) < _MAX_WAITING:
-            self._waiting.append(one)
+    def _add(self, action: HintAction, answer: str = "", target: ReqContext | None = None) -> _Waiting:
+        """Answer an action, or have it wait for that."""
+        one = _Waiting(action, time.monotonic() + _PATIENCE_S, target)
+        if answer or len(self._waiting) >= _MAX_WAITING:
+            self._answer(one, answer or "rejected")
         else:
-            one.answer = "rejected"
-            self._count(one.action, one.answer)
+            self._waiting.append(one)
+        return one
 
-    def _count(self, action: HintAction, answer: str) -> None:
-        with self._counting:
-            self._counts[action.kind if action.kind in KINDS else OTHER, answer] += 1
+    def _answer(self, one: _Waiting, answer: str) -> None:
+        if answer != one.answer:
+            one.answer = answer
+            with self._counting:
+                self._counts[one.action.kind][answer] += 1
 
     def _forget(self, name: str) -> None:
         self._num_keys -= self._sessions.pop(name, (None, 0))[1]
+
+
+def _keys_of(hashes: list[object], groups: range) -> list[bytes]:
+    """Return the keys of block hashes in hex, in each group of KV caches; other values are left out."""
+    found = []
+    for text in hashes:
+        with suppress(ValueError):
+            found.append(bytes.fromhex(text[:_MAX_HASH_CHARS] if type(text) is str else ""))
+    return [one + group.to_bytes(4, "big") for group in groups for one in found if one]

@@ -150,32 +150,16 @@ class OffloadingManager(ABC):
     def prefetch(self, keys: Keys) -> str:
         """Begin to bring blocks from lower tiers into host memory, without a request for them.
 
-        Parameters
-        ----------
-        keys : iterable of bytes
-            In prefix order.
-
-        Returns
-        -------
-        str
-            ``"accepted"``, ``"clipped"`` (only the first blocks fit), ``"deferred"`` (call again for the rest),
-            ``"missing"`` (no tier holds the first one) or ``"rejected"``, as by a manager without tiers.
+        Return ``"accepted"``, ``"clipped"`` (only the first blocks fit), ``"deferred"`` (call again for the rest),
+        ``"missing"`` (no tier holds the first one) or ``"rejected"``, as by a manager without tiers.
         """
         return "rejected"
 
-    def demote(self, request_or_keys: ReqContext | Keys) -> str:
+    def demote(self, keys: Keys, req_context: ReqContext | None = None) -> str:
         """Write blocks to lower tiers now if their rule is to write them, and evict them from host memory first.
 
-        Parameters
-        ----------
-        request_or_keys : ReqContext or iterable of bytes
-            As for `hint`.
-
-        Returns
-        -------
-        str
-            ``"accepted"``, ``"deferred"`` (call again for the rest), ``"missing"`` (host memory has none of them) or
-            ``"rejected"``, as by a manager without tiers.
+        Return an answer as `prefetch` does, ``"missing"`` if host memory has none of them. With the ended request that
+        used the blocks, only those that no other request has used leave first.
         """
         return "rejected"
 

@@ -19,7 +19,7 @@ from kvcache.control.pool_clock import PoolClock
 from kvcache.control.reuse_filter import ReuseFilter
 from kvcache.core.event_log import EventLog
 from kvcache.events import OffloadingEvent
-from kvcache.hints import HintReader
+from kvcache.hints import actions_of, own_use
 from kvcache.keys import as_key_list
 from kvcache.metrics import MANAGER_METRICS, EventStats, ManagerStats, Part, PolicyStats
 from kvcache.options import check_int, check_windows
@@ -79,7 +79,7 @@ class BlockPool:
     ----------
     events : EventLog or None
         Callers may also add their own events.
-    loaded_blocks, stored_blocks, evicted_blocks, rejected_stores, failed_blocks : int
+    loaded_blocks, stored_blocks, evicted_blocks, rejected_stores, failed_blocks, ignored_hints : int
         Counters, see `kvcache.metrics.MANAGER_METRICS`.
 
     Raises
@@ -127,7 +127,7 @@ class BlockPool:
         if group_windows is not None:
             self._options["group_windows"] = list(group_windows)
         self._admission = ReuseFilter(store_threshold, max_tracker_size) if store_threshold > 1 else None
-        self._hints = HintReader()
+        self.ignored_hints = 0
         self.time = PoolClock(clock, self.policy.reads_clock)
         self.events: EventLog | None = None
         if enable_events:
@@ -173,7 +173,11 @@ class BlockPool:
     gated_blocks: int = _inner("_cache.gated_blocks", "Number of blocks that were offered and not admitted.")
     declined_blocks: int = _inner("_cache.declined_blocks", "Gated blocks that the policy declined.")
     ages: RequestAges = _inner("_offers.ages", "Which open requests are older than the last reset, and store nothing.")
-    ignored_hints: int = _inner("_hints.num_ignored", "Requests with a hint that was ignored, in whole or in part.")
+
+    @property
+    def group_windows(self) -> list[int | None] | None:
+        """The window of each KV-cache group in blocks, if it is configured."""
+        return self._options.get("group_windows")
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -236,10 +240,14 @@ class BlockPool:
         return self._open(req_context) if request_keys is None else request_keys
 
     def _open(self, req_context: ReqContext) -> Any:
-        hint = self._hints.of(req_context) if req_context.may_have_hints else None
+        actions = actions_of(req_context)
+        if reasons := [action.reason for action in actions if action.reason]:
+            if not self.ignored_hints:
+                _LOG.warning("ignoring a retention hint: %s", reasons[0])
+            self.ignored_hints += 1
         # The positions contain all keys of the prompt: allocate the index for all of them.
         num_keys = len(req_context.positions or ())
-        request_keys = self._cache.open_request(None if hint is None else hint.next_use, num_keys)
+        request_keys = self._cache.open_request(own_use(actions), num_keys)
         self._offers.ages.open(req_context)
         # Another thread, or a finalizer, may have opened the request in the meantime.
         return req_context.request_keys.setdefault(self, request_keys)

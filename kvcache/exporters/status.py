@@ -158,24 +158,9 @@ def name_next_version(version: str | int | None, paths: Iterable[str | Path] | N
 
 
 def send_hints(hints: Mapping[str, Any], paths: Iterable[str | Path] | None = None) -> list[list[str]]:
-    """Send hints that belong to no request to some engines, and return their answers.
+    """Send hints that belong to no request to some engines; return each one's answers, "" for a missing one.
 
-    Parameters
-    ----------
-    hints : mapping
-        An envelope as in `kvcache.hints`, or its short form.
-    paths : iterable of str or Path, optional
-        Status sockets; None: those of all engines of this user in the default folder.
-
-    Returns
-    -------
-    list of list of str
-        Of each engine, one answer for each action; a missing one is "".
-
-    Raises
-    ------
-    OSError, ValueError
-        An engine does not answer, or refuses; see `ask`.
+    `hints` is an envelope or its short form; `paths` are as in `name_next_version`. OSError, ValueError: as in `ask`.
     """
     sockets = live_sockets() if paths is None else paths
     return [ask(path, "hints", hints=hints)["answers"] for path in sockets]

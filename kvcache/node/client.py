@@ -23,7 +23,7 @@ from kvcache.background import Background, after_fork
 from kvcache.block import ABSENT, ASK_AGAIN, READY
 from kvcache.control.manager import Keys, OffloadingManager
 from kvcache.epoch import Epoch, without_weights
-from kvcache.hints import NEXT_USE, HintAction, HintReader, actions_of
+from kvcache.hints import actions_of
 from kvcache.keys import as_key_list
 from kvcache.metrics import ManagerStats, NodeStats, Part
 from kvcache.node import protocol
@@ -35,7 +35,6 @@ from kvcache.specs import CPULoadStoreSpec, PrepareStoreOutput
 from kvcache.transfer.shared_file import SharedBlocks
 
 _LOG = logging.getLogger(__name__)
-_HINTS = HintReader()
 _RETRY_S = 0.02
 _IDLE_S = 1.0
 """How often an engine without requests looks for the next owner, which keeps the engine's slots reserved until then."""
@@ -326,11 +325,8 @@ class NodeManager(LastLookUp, OffloadingManager):
         self._last_number = self._last_number % 0x7FFFFFFF + 1
         with self._lock:
             prompt = self._prompts[req_context] = Prompt(self._last_number, self._is_hybrid, self.asks_tiers)
-        if req_context.may_have_hints and (hint := _HINTS.of(req_context)) is not None:
-            carried = actions_of(req_context)
-            # A key has more than the hash of its block here.
-            actions = [one._replace(hashes=None, answer="rejected") if one.hashes else one for one in carried]
-            actions.append(HintAction(NEXT_USE, hint.next_use))
+        # A key has more than the hash of its block here, so the owner rejects hashes.
+        if actions := [action._replace(hashes=action.hashes and []) for action in actions_of(req_context)]:
             self._link.tell(protocol.OPEN, 0, prompt.number, json.dumps(actions).encode())
         return prompt
 

@@ -16,12 +16,11 @@ import numpy as np
 from kvcache.block import ABSENT, ASK_AGAIN, PENDING, READY
 from kvcache.control.cpu import CPUOffloadingManager
 from kvcache.control.hints import HintBoard
-from kvcache.hints import HintAction, own_use
 from kvcache.node import protocol
 from kvcache.node.batch import count_leases
 from kvcache.node.ledger import OWNER, Ledger, PoolLedger
-from kvcache.node.protocol import EPOCH_BYTES, Frame, pack, unpack_json, unpack_keys, unpack_slots
-from kvcache.request import ReqContext, Retention, path_after
+from kvcache.node.protocol import EPOCH_BYTES, Frame, pack, unpack_actions, unpack_keys, unpack_slots
+from kvcache.request import ReqContext, path_after
 from kvcache.tiering.manager import TieredOffloadingManager
 
 _STEP_SLOTS = 4096
@@ -31,8 +30,8 @@ _STEP_SLOTS = 4096
 class Lease:
     """The leases of one request: its engine may read `held_keys` in `held_slots`. `keys` is its prompt."""
 
-    def __init__(self, retention: Retention | None = None) -> None:
-        self.context = ReqContext(retention=retention)
+    def __init__(self) -> None:
+        self.context = ReqContext()
         self.keys: list[bytes] = []
         # Keys and end positions that are not in the context yet. Most policies need them after the answer, if at all.
         self.unread_ends: list[tuple[list[bytes], np.ndarray[Any, Any]]] = []
@@ -105,7 +104,7 @@ class NodeLeases:
         self._reserve = max(1, self.num_slots // 16)
         # Whether end positions are needed before the answer to a look-up. Otherwise they are read after it.
         self._reads_ends = manager.pool.policy.reads_clock or isinstance(manager, TieredOffloadingManager)
-        windows = manager.pool.configuration().get("group_windows")
+        windows = manager.pool.group_windows
         # The group whose keys are the path of a request, if the policy knows the windows of the others.
         self._path_group = None if windows is None else windows.index(None).to_bytes(4, "big")
         self._hooks = PoolLedger(manager.pool, ledger)
@@ -162,7 +161,9 @@ class NodeLeases:
             if epoch != last_epoch:
                 # The request's prompt consists of other keys from now on.
                 self.manager.on_request_finished(lease.context)
-                lease.context, lease.num_path_positions = ReqContext(retention=lease.context.retention), 0
+                actions = lease.context.actions
+                lease.context, lease.num_path_positions = ReqContext(), 0
+                lease.context.actions = actions
                 lease.unread_ends.clear()
         self._leave(last_epoch)
         self._left.pop(epoch, None)
@@ -204,10 +205,11 @@ class NodeLeases:
             self.enter(engine, frame.payload, is_reset=True)
             return pack(protocol.DONE, 0, request)
         if op == protocol.OPEN:
-            actions = [HintAction(*row) for row in unpack_json(frame.payload)]
+            actions = unpack_actions(frame.payload)
             if request not in engine.leases:
-                lease = engine.leases[request] = Lease(Retention(own_use(actions)))
-                self.hints.begin(lease.context, actions)
+                opened = engine.leases[request].context
+                opened.actions = actions
+                self.hints.begin(opened)
         elif op == protocol.STORED:
             # A request may end before its stores do.
             context = engine.leases[request].context if request in engine.leases else None

@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcache.hints import KINDS, OTHER, HintAction
 from kvcache.node.batch import MAX_KEY_BYTES
 from kvcache.options import without_secrets
+from kvcache.request import NEXT_USES
 from kvcache.transfer.shared_file import make_private, private_folder
 
 VERSION = 6
@@ -35,6 +37,7 @@ OFFER, SLOTS, STORED, END, RESET, STATS, DONE, LATE, USE = range(8, 17)
 MAX_HELLO_BYTES = 1 << 20
 """Limit of a greeting without leases."""
 _MAX_JSON_BYTES = 64 << 10
+_HINT_WORDS = {*KINDS, OTHER, *NEXT_USES, None, "", "ignored"}
 # Flags of ACQUIRE. Without one, the owner looks up the leading blocks of a prompt; HYBRID: all blocks; ONE_KEY: one
 # block, also in tiers. The flag of HELD is the state of the next block, and SLOTS has flag 1 if the store is refused.
 # Both answers contain a count, of found blocks that other engines wrote or of offered blocks that were absent, and the
@@ -125,11 +128,15 @@ def unpack_slots(payload: bytes) -> list[int]:
     return slots
 
 
-def unpack_json(payload: bytes) -> Any:
-    """Parse the JSON of a hint. ValueError: it is invalid, or too long."""
+def unpack_actions(payload: bytes) -> list[HintAction]:
+    """Return the actions of a request's hints, which its engine has parsed. ValueError or TypeError: one is invalid."""
     if len(payload) > _MAX_JSON_BYTES:
         raise ValueError(f"a hint has {len(payload)} bytes")
-    return json.loads(payload)
+    actions = [HintAction(*row) for row in json.loads(payload)]
+    for kind, next_use, name, _, answer, _ in actions:
+        if {kind, next_use, answer} - _HINT_WORDS or type(name) not in (str, type(None)):
+            raise ValueError(f"a hint has an invalid action: {payload[:80]!r}")
+    return actions
 
 
 def unpack_hello(payload: bytes) -> tuple[dict[str, Any], list[tuple[int, list[int], list[int]]]]:

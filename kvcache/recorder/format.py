@@ -11,7 +11,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -23,7 +22,7 @@ from kvcache.hints import actions_of, own_use
 from kvcache.keys import GROUP_PART
 from kvcache.recorder.files import frame_bytes
 from kvcache.recorder.ops import BAD_CONTEXT, FIRST_CONTEXT, NO_CONTEXT, Op
-from kvcache.request import ReqContext, Retention
+from kvcache.request import ReqContext
 from kvcache.specs import LoadStoreSpec
 
 _LOG = logging.getLogger(__name__)
@@ -185,14 +184,10 @@ class FrameEncoder:
 
 def _hint_of(context: ReqContext) -> dict[str, Any]:
     """Return the hint of a request's context, and that of its client."""
-    hint: dict[str, Any] = {}
-    if isinstance(context.retention, Retention):
-        hint["retention"] = asdict(context.retention)
-    if actions := actions_of(context):
-        # Ignored fields are counted, so a rerun needs one, too.
-        ignored = {"priority": None} if any(action.reason for action in actions) else {}
-        hint["kvcache"] = {"next_use": own_use(actions), **ignored}
-    return hint
+    actions = actions_of(context)
+    # Ignored fields are counted, so a rerun needs one, too.
+    ignored = {"priority": None} if any(action.reason for action in actions) else {}
+    return {"kvcache": {"next_use": own_use(actions), **ignored}} if actions else {}
 
 
 def block_ids_of(spec: Any) -> list[int] | None:

@@ -67,13 +67,9 @@ class Backlog:
             self._keys.popleft()
             self.num_dropped += 1
 
-    def late(self, keys: list[bytes]) -> list[bytes]:
-        """Return those of the keys that are not due yet."""
-        return []
-
-    def hurry(self, keys: list[bytes]) -> None:
-        """Offer blocks, in prefix order, before they are due."""
-        self.offer(reversed(keys))
+    def hurry(self, keys: list[bytes], room: int) -> int:
+        """Offer those ready blocks that are not due yet, in prefix order; return how many had no room."""
+        return 0
 
     def take(self, num_most: int) -> list[bytes]:
         """Remove and return at most `num_most` keys, each once."""
@@ -137,13 +133,12 @@ class WriteBackBacklog(Backlog):
         num_due = min(room - len(self), len(self.dirty) - (self._max_blocks - self._num_ahead))
         self.offer([self.dirty.popitem(last=False)[0] for _ in range(num_due)])
 
-    def late(self, keys: list[bytes]) -> list[bytes]:
-        return [key for key in keys if key in self.dirty]
-
-    def hurry(self, keys: list[bytes]) -> None:
-        for key in keys:
+    def hurry(self, keys: list[bytes], room: int) -> int:
+        late = [key for key in keys if key in self.dirty]
+        for key in late[:room]:
             del self.dirty[key]
-        super().hurry(keys)
+        self.offer(reversed(late[:room]))
+        return len(late[room:])
 
     def touch(self, keys: list[bytes]) -> None:
         _move_to_end(self.dirty, keys)
@@ -193,12 +188,11 @@ class SelectiveBacklog(Backlog):
                 due.append(key)
         return due
 
-    def late(self, keys: list[bytes]) -> list[bytes]:
-        return [key for key in keys if self._uses.get(key, 1) < self._num_uses]
-
-    def hurry(self, keys: list[bytes]) -> None:
-        self._uses.update(dict.fromkeys(keys, self._num_uses))
-        super().hurry(keys)
+    def hurry(self, keys: list[bytes], room: int) -> int:
+        late = [key for key in keys if self._uses.get(key, 1) < self._num_uses]
+        self._uses.update(dict.fromkeys(late[:room], self._num_uses))
+        self.offer(reversed(late[:room]))
+        return len(late[room:])
 
     def end_request(self, req_context: ReqContext) -> None:
         self._counted.pop(req_context, None)

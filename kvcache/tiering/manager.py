@@ -334,32 +334,28 @@ class TieredOffloadingManager(OffloadingManager):
     @atomic
     @_while_open("rejected")
     def prefetch(self, keys: Keys) -> str:
-        keys, now_s = as_key_list(keys), self._clock()
-        parts = {b"": keys}
-        if (windows := self.pool.configuration().get("group_windows")) is not None:
-            parts = {}
-            for key in keys:
-                parts.setdefault(key[GROUP_PART], []).append(key)
-            # A request goes on at its end, so a group with a window needs its last blocks only.
-            parts = {group: part[-(windows[int.from_bytes(group, "big")] or 0) :] for group, part in parts.items()}
-        answers = {self._promotion.prefetch(part, now_s) for part in parts.values()}
-        return next(answer for answer in _WORST_FIRST if answer in answers)
+        keys, now_s, windows = as_key_list(keys), self._clock(), self.pool.group_windows
+        parts: dict[bytes, list[bytes]] = {b"": keys} if windows is None else {}
+        for key in keys if windows else ():
+            parts.setdefault(key[GROUP_PART], []).append(key)
+        # A request goes on at its end, so a group with a window needs its last blocks only.
+        last = {group: windows[int.from_bytes(group, "big")] or 0 if windows else 0 for group in parts}
+        answers = [self._promotion.prefetch(part[-last[group] :], now_s) for group, part in parts.items()]
+        return min(answers, key=_WORST_FIRST.index, default="accepted")
 
     @atomic
     @_while_open("rejected")
-    def demote(self, request_or_keys: ReqContext | Keys) -> str:
-        named = request_or_keys.positions or () if isinstance(request_or_keys, ReqContext) else request_or_keys
-        keys = list(named)
+    def demote(self, keys: Keys, req_context: ReqContext | None = None) -> str:
+        keys = as_key_list(keys)
         states = self.pool.states(keys)
-        held = [key for key, state in zip(keys, states, strict=True) if state == READY]
         if not any(states):
             return "missing"
         if not any(controller.may_send(False, self._clock()) for controller in self.controllers):
             return "rejected"
-        if not self._writing.hurry(held) or PENDING in states:
+        if not self._writing.hurry(keys) or PENDING in states:
             return "deferred"
         # Not this manager's own hint, which is about the tiers, too.
-        self.pool.hint(request_or_keys if isinstance(request_or_keys, ReqContext) else keys, "end")
+        self.pool.hint(keys if req_context is None else req_context, "end")
         return "accepted"
 
     @atomic

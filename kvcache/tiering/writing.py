@@ -40,7 +40,7 @@ class Writing:
             if isinstance(controller.backlog, BudgetBacklog)
         ]
         # A policy that may decline blocks stores all of them only if some tier receives all blocks.
-        may_decline = hasattr(pool.policy, "stores_all") and "group_windows" not in pool.configuration()
+        may_decline = hasattr(pool.policy, "stores_all") and pool.group_windows is None
         self._declines = may_decline and len(self._limited) == len(controllers)
 
     def touch(self, keys: list[bytes], req_context: ReqContext | None) -> None:
@@ -82,15 +82,9 @@ class Writing:
         backlog.due.update(key for key, state in zip(run, states, strict=True) if state == PENDING)
 
     def hurry(self, keys: list[bytes]) -> bool:
-        """Have the next step write those of ready blocks that tiers would get later; return whether all had room."""
-        num_left = 0
-        for controller in self._controllers:
-            backlog = controller.backlog
-            late = backlog.late(keys)
-            room = max(0, controller.room(False) - len(backlog))
-            num_left += len(late[room:])
-            backlog.hurry(late[:room])
-        return not num_left
+        """Have the next step write those ready blocks that tiers would get later; return whether all had room."""
+        rooms = [(controller.backlog, controller.room(False)) for controller in self._controllers]
+        return not sum(backlog.hurry(self._ready(keys), max(0, room - len(backlog))) for backlog, room in rooms)
 
     def offer(self, keys: list[bytes], source: TierController | None) -> None:
         """Offer blocks that became ready to the tiers, but for the one that they came from."""

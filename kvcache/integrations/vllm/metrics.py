@@ -81,15 +81,17 @@ def tier_metric_definitions() -> dict[str, Any]:
 class SampleChanges:
     """Converts statistics since a start into changes since the last report.
 
-    Metrics that `definitions` do not declare are left out, because the engine ends at an undeclared name.
+    Metrics that `definitions` do not declare are left out, because the engine ends at an undeclared name. A block has
+    `block_size` tokens and `block_bytes` bytes.
     """
 
-    def __init__(self, definitions: dict[str, Any]) -> None:
+    def __init__(self, definitions: dict[str, Any], block_size: int, block_bytes: int = 0) -> None:
+        self.block_size, self.block_bytes = block_size, block_bytes
         self._declared = frozenset(name.removeprefix(_PREFIX) for name in definitions)
         self._stats: dict[tuple[str, Labels], Any] = {}
         self._values: dict[tuple[str, Labels], float | HistogramData] = {}
 
-    def since_last(self, parts: Iterable[Part], block_size: int, block_bytes: int) -> OffloadingConnectorStats | None:
+    def since_last(self, parts: Iterable[Part]) -> OffloadingConnectorStats | None:
         """Return increments of counters, values of gauges and new observations; None if nothing changed."""
         sent = OffloadingConnectorStats()
         for part in parts:
@@ -97,7 +99,7 @@ class SampleChanges:
             if self._stats.get(place) == part.stats:
                 continue
             self._stats[place] = part.stats
-            for sample in samples_of(part, block_size, block_bytes):
+            for sample in samples_of(part, self.block_size, self.block_bytes):
                 if sample.name in self._declared:
                     self._add(sent, sample)
         return None if sent.is_empty() else sent
@@ -129,18 +131,18 @@ class MetricsSource:
         self._manager = manager
         self._next_full_s = time.monotonic()
         # Exporters have counters of their own, which are not declared.
-        self._changes = SampleChanges(metric_definitions())
+        self._changes = SampleChanges(metric_definitions(), manager.block_size)
 
     def changes(self, all_parts: bool = False) -> OffloadingConnectorStats | None:
         """Return increments of counters, values of gauges and new observations; None if nothing changed.
 
         With `all_parts`, every part is read, not only those that are due.
         """
-        telemetry = self._manager.telemetry
-        block_bytes = 0 if telemetry is None else telemetry.block_bytes
+        if (telemetry := self._manager.telemetry) is not None:
+            self._changes.block_bytes = telemetry.block_bytes
         if all_parts:
             self._next_full_s = -math.inf
-        return self._changes.since_last(self._parts(), self._manager.block_size, block_bytes)
+        return self._changes.since_last(self._parts())
 
     def _parts(self) -> Iterator[Part]:
         now_s = time.monotonic()

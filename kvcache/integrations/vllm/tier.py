@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -131,13 +131,10 @@ class KVCacheTier(SecondaryTierManager):
         self._engine_jobs: dict[int, tuple[str, list[bytes], int]] = {}
         self._num_refused = 0
         self._results: list[JobResult] = []
+        self._label = f"{_place_of(options, offloading_spec)}:{tier_type}"
         # Tokens and bytes of a block.
-        self._block_sizes = offloading_spec.tokens_per_block[0] * offloading_spec.blocks_per_chunk, row_bytes
-        changes = SampleChanges(tier_metric_definitions())
-        labels = (("tier", f"{_place_of(options, offloading_spec)}:{tier_type}"), ("medium", str(tier.medium)))
-        self._changes_of: Callable[[Any, list[Part]], Any] = lambda stats, more: changes.since_last(
-            [Part("tier", stats, labels), *more], *self._block_sizes
-        )
+        block_sizes = offloading_spec.tokens_per_block[0] * offloading_spec.blocks_per_chunk, row_bytes
+        self._changes = SampleChanges(tier_metric_definitions(), *block_sizes)
         self._device = DeviceCache()
         self._device.is_exact = len(offloading_spec.config.groups) == offloading_spec.blocks_per_chunk == 1
         self._next_stats_s = 0.0
@@ -230,7 +227,7 @@ class KVCacheTier(SecondaryTierManager):
 
     def _end_job(self, job: TierJob, result: TierResult, now_s: float) -> None:
         req_id, keys, num_refused = self._engine_jobs.pop(job.job_id)
-        num_bytes = len(result.done) * self._block_sizes[1]
+        num_bytes = len(result.done) * self._changes.block_bytes
         seconds = 0.0 if job.state is JobState.UNSENT else now_s - job.sent_s
         if result.start_s is not None and result.end_s is not None:
             seconds = result.end_s - result.start_s
@@ -322,7 +319,8 @@ class KVCacheTier(SecondaryTierManager):
         self._next_stats_s = now_s + _STATS_INTERVAL_S
         stats = self._controller.stats()
         tier = replace(stats.tier, refused_blocks=stats.tier.refused_blocks + self._num_refused)
-        return self._changes_of(replace(stats, tier=tier), self._hints.parts())
+        labels = (("tier", self._label), ("medium", str(tier.medium)))
+        return self._changes.since_last([Part("tier", replace(stats, tier=tier), labels), *self._hints.parts()])
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
@@ -330,5 +328,5 @@ class KVCacheTier(SecondaryTierManager):
 
     def config_info(self) -> dict[str, Any]:
         stats = self._controller.stats().tier
-        values = (self._options.kind, stats.medium, stats.num_blocks, stats.num_blocks * self._block_sizes[1])
+        values = (self._options.kind, stats.medium, stats.num_blocks, stats.num_blocks * self._changes.block_bytes)
         return dict(zip(self.config_info_keys({}), values, strict=True))
