@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from kvcache.cli import findings as findings_module
-from kvcache.cli.findings import Finding, check_config, check_file
+from kvcache.cli.findings import check_config, check_file
 
 HUGE = "4096TiB"
 
@@ -30,11 +30,6 @@ def tiered(*entries, **options):
 
 def disk(path="x", **options):
     return {"type": "disk", "path": str(path), "capacity": "1MiB", **options}
-
-
-def test_pool_below_block_is_one_error():
-    findings = check_config({"cpu_bytes_to_use": 64})
-    assert [finding.level for finding in findings if finding.subject == "pool"] == ["error"]
 
 
 @pytest.mark.parametrize("kind", ["valkey", "mooncake"])
@@ -78,11 +73,6 @@ def test_check_continues_behind_wrong_spec_name():
     assert [finding.subject for finding in findings][:2] == ["options", "pool"]
 
 
-def test_size_without_block_size_is_accepted():
-    findings = check_config({"cpu_bytes_to_use": "64MiB"})
-    assert findings[0] == Finding("ok", "pool", "64 MiB, policy lru; a block's size is not given (--model)")
-
-
 def test_room_is_checked_with_tiers_only(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     given = tiered(disk(tmp_path / "tier"), num_cpu_blocks=1, pool_folder=str(tmp_path))
@@ -112,15 +102,6 @@ def test_option_defaults_equal_the_constructors(options, constructor):
     required = {name for name, default in declared.items() if default is dataclasses.MISSING}
     assert all(expected.pop(name) is inspect.Parameter.empty for name in required)
     assert {name: default for name, default in declared.items() if name not in required} == expected
-
-
-def test_check_rank_in_path_needs_vllm(tmp_path):
-    entry = disk(tmp_path / "kv{dp_rank}")
-    assert "its data-parallel rank is unknown" in text_of(check_config(tiered(entry)), "error")
-    vllm_config = {"cpu_bytes_to_use": "64MiB", "tiers": [entry]}
-    shown = text_of(check_config(vllm_config, is_vllm=True), "ok")
-    assert "are needed below" in shown
-    assert f"{tmp_path / 'kv0'}" in shown
 
 
 def test_leftover_of_killed_engine_is_named(tmp_path, monkeypatch):
