@@ -208,7 +208,7 @@ test-free-threaded:
 
 # Mooncake's tier against its real servers; a missing client is a failure here. (Valkey's tests are in `test` and `test-rest`.)
 test-stores: $(VENV)/extra-test.stamp $(VENV)/extra-mooncake.stamp
-	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_EXPECT_STORES=1 $(PYTEST) tests/tiers/test_mooncake.py tests/tiers/test_store_faults.py -k mooncake
+	KVCACHE_EXPECT_IN=$(VENV) KVCACHE_EXPECT_STORES=1 $(PYTEST) tests/tiers/test_mooncake.py tests/tiers/test_stores.py tests/tiers/test_store_faults.py -k mooncake
 
 test-vllm: build/wheel/stamp
 	KVCACHE_WHEEL="$$(echo build/wheel/*.whl)" tests/vllm/run $(PYTEST_ARGS)

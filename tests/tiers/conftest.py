@@ -1,7 +1,9 @@
-"""A disk tier under test with its pool and the blocks in it."""
+"""A disk tier under test with its pool and the blocks in it; stores of more than one file."""
 
+import importlib
 import json
 import mmap
+import os
 import sys
 from pathlib import Path
 
@@ -65,6 +67,58 @@ def opened():
     yield tiers
     for tier in tiers:
         tier.shutdown()
+
+
+@pytest.fixture
+def make_valkey(tmp_path):
+    """Start real servers of Valkey or Redis."""
+    from servers import ValkeyServer
+    from stores import VALKEY_BINARY
+
+    if VALKEY_BINARY is None:
+        pytest.skip("needs valkey-server or redis-server")
+    servers = []
+
+    def make(*options):
+        servers.append(ValkeyServer(tmp_path, *options))
+        servers[-1].start()
+        servers[-1].place = {"url": servers[-1].url}
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def native():
+    """The class of Mooncake's real clients."""
+    try:
+        return importlib.import_module("mooncake.store").MooncakeDistributedStore
+    except ImportError as error:
+        if os.environ.get("KVCACHE_EXPECT_STORES") == "1":
+            raise
+        pytest.skip(f"needs the extra 'mooncake': {error}")
+
+
+@pytest.fixture
+def local_mooncake(monkeypatch):
+    """A store of Mooncake in this process, whose master closes each connection."""
+    from local_stores import MOONCAKE, STORES, Faulty, LocalMooncake
+    from stores import Impostor
+
+    from kvcache.tiers import mooncake
+
+    master, faults = Impostor(b""), Faulty()
+    monkeypatch.setattr(mooncake, "load_client", lambda _: MOONCAKE)
+    monkeypatch.setattr(mooncake, "_idle_clients", {})
+    monkeypatch.setattr(LocalMooncake, "faults", faults)
+    faults.master = f"127.0.0.1:{master.port}"
+    # Only a real client must miss it, so a loaded machine has time.
+    faults.place = {"master": faults.master, "timeout_s": 20.0, "soft_pin": True, "soft_pin_ttl_s": 60.0}
+    faults.values, faults.kill, faults.client_type = STORES[faults.master, "default"], master.close, LocalMooncake
+    yield faults
+    master.close()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from types import SimpleNamespace
 from urllib.parse import parse_qsl, unquote
 from xml.sax.saxutils import escape, unescape
@@ -22,11 +22,37 @@ from xml.sax.saxutils import escape, unescape
 NUM_SLOTS = 16384
 
 
-class LocalValkey:
-    """A Valkey server on loopback; `calls` counts its commands.
+class Faulty:
+    """A store that answers some questions with a fault: bytes, a number or a function of the question."""
 
-    ``intercept(command)`` may return what the server sends without executing a command, given as its parts.
-    """
+    _fault = None
+    is_over = Event()
+
+    def spoil(self, act, *kinds, name=None, times=1 << 30):
+        """Let `act` answer the next `times` questions of these kinds and this name, or of all.
+
+        With ``"hang"``, their answers come after `heal`.
+        """
+        self.is_over = Event()
+        self._fault = act, kinds, name, iter(range(times))
+
+    def heal(self):
+        self._fault = None
+        self.is_over.set()
+
+    def fault_of(self, kind, *names):
+        """Return what answers a question in the place of the store, or None."""
+        act, kinds, name, numbers = self._fault or (None, (), None, iter(()))
+        if (kinds and kind not in kinds) or (name and name not in names) or next(numbers, None) is None:
+            return None
+        if act == "hang":
+            self.is_over.wait()
+            return None
+        return act
+
+
+class LocalValkey(Faulty):
+    """A Valkey server on loopback; `calls` counts its commands."""
 
     def __init__(self):
         self.port = 0
@@ -34,7 +60,6 @@ class LocalValkey:
         self.slots, self.peers = range(NUM_SLOTS), [self]
         self.values, self.ttls_ms = {}, {}
         self.calls = Counter()
-        self.intercept = lambda command: None
         self._lock = Lock()
         self._connections = set()
         self.start()
@@ -42,6 +67,10 @@ class LocalValkey:
     @property
     def url(self):
         return f"valkey://127.0.0.1:{self.port}"
+
+    @property
+    def place(self):
+        return {"url": self.url}
 
     def start(self):
         self._listener = socket.create_server(("127.0.0.1", self.port))
@@ -71,7 +100,8 @@ class LocalValkey:
                 for _ in range(int(line[1:])):
                     num_bytes = int(stream.readline()[1:])
                     command.append(stream.read(num_bytes + 2)[:-2])
-                end.sendall(self.intercept(command) or self.answer(command))
+                act = self.fault_of(command[0].decode(), *command[1:])
+                end.sendall((act(command) if callable(act) else act) or self.answer(command))
         self._connections.discard(end)
 
     def answer(self, command):
@@ -165,7 +195,9 @@ NO_SPACE, BAD_SIZE, NOT_READY, NOT_FOUND, EXISTS = -200, -600, -703, -704, -705
 
 
 class LocalMooncake:
-    """A client of Mooncake, whose stores are dicts of this process."""
+    """A client of Mooncake, whose stores are dicts of this process; numbers of `faults` are returned by its calls."""
+
+    faults = Faulty()
 
     def setup(self, host, metadata, lend_bytes, buffer_bytes, protocol, device, master, tenant_id="default"):
         self.values, self.regions = STORES[master, tenant_id], {}
@@ -186,6 +218,10 @@ class LocalMooncake:
         parts = self.regions.items()
         assert any(start <= address and address + num_bytes <= start + size for start, size in parts), "not registered"
 
+    def _fault_of(self, kind, name, answer):
+        number = self.faults.fault_of(kind, name.encode("latin-1"))
+        return answer if number is None else number
+
     def put_from(self, name, address, num_bytes, config=None):
         return self.batch_put_from_multi_buffers([name], [[address]], [[num_bytes]], config)[0]
 
@@ -199,15 +235,17 @@ class LocalMooncake:
     def batch_put_from_multi_buffers(self, names, addresses, sizes, config):
         answers = []
         for name, *parts in zip(names, addresses, sizes, strict=True):
-            answers.append(EXISTS if name in self.values else 0)
-            self.values.setdefault(name, b"".join(map(self._read, *parts)))
+            answers.append(self._fault_of("put", name, EXISTS if name in self.values else 0))
+            if answers[-1] == 0:
+                self.values[name] = b"".join(map(self._read, *parts))
         return answers
 
     def batch_get_into_multi_buffers(self, names, addresses, sizes):
         answers = []
         for name, starts, lengths in zip(names, addresses, sizes, strict=True):
             value = self.values.get(name)
-            answers.append(NOT_FOUND if value is None else BAD_SIZE if len(value) > sum(lengths) else len(value))
+            num_bytes = NOT_FOUND if value is None else BAD_SIZE if len(value) > sum(lengths) else len(value)
+            answers.append(self._fault_of("get", name, num_bytes))
             for start, length in zip(starts, lengths, strict=True) if answers[-1] >= 0 else ():
                 self._check(start, length)
                 ctypes.memmove(start, value[:length], min(length, len(value)))
@@ -215,7 +253,7 @@ class LocalMooncake:
         return answers
 
     def batch_is_exist(self, names):
-        return [int(name in self.values) for name in names]
+        return [self._fault_of("exist", name, int(name in self.values)) for name in names]
 
     def get_size(self, name):
         return len(self.values[name]) if name in self.values else NOT_FOUND
@@ -224,7 +262,7 @@ class LocalMooncake:
         return NOT_FOUND if self.values.pop(name, None) is None else 0
 
     def batch_remove(self, names, force):
-        return [self.remove(name, force) for name in names]
+        return [self._fault_of("remove", name, 0) or self.remove(name, force) for name in names]
 
     def remove_by_regex(self, regex, force):
         return sum(self.remove(name, force) == 0 for name in list(self.values) if re.match(regex, name))
@@ -241,37 +279,19 @@ MOONCAKE = SimpleNamespace(
 )
 
 
-class LocalS3:
+class LocalS3(Faulty):
     """A server of buckets on loopback; `calls` counts its requests by method.
 
-    ``intercept(request)`` may answer a request, by ``request.reply`` and the like, and return True. It is called when
-    the body has been read.
+    A fault is a function of the request, which answers by ``request.reply`` and the like.
     """
 
     def __init__(self, *buckets):
         self.buckets = {name: {} for name in buckets}
         self.calls = Counter()
-        self.intercept = lambda request: False
         self.lock = Lock()
         self._server = None
         self.port = 0
         self.start()
-
-    def spoil(self, act, *commands, times=1 << 30):
-        """Let `act` answer the next `times` requests of these commands, or of all; "LIST" stands for a listing."""
-        numbers = iter(range(times))
-
-        def intercept(request):
-            kind = "LIST" if "list-type" in request.query else request.command
-            if (commands and kind not in commands) or next(numbers, None) is None:
-                return False
-            act(request)
-            return True
-
-        self.intercept = intercept
-
-    def heal(self):
-        self.intercept = lambda request: False
 
     @property
     def endpoint(self):
@@ -285,6 +305,8 @@ class LocalS3:
     @property
     def objects(self):
         return next(iter(self.buckets.values()))
+
+    values = objects
 
     def start(self):
         handler = type("Handler", (_S3Request,), {"store": self})
@@ -339,7 +361,9 @@ class _S3Request(BaseHTTPRequestHandler):
         bucket, _, self.key = unquote(path).lstrip("/").partition("/")
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.store.calls[self.command] += 1
-        if self.store.intercept(self):
+        kind = "LIST" if "list-type" in self.query else self.command
+        if (act := self.store.fault_of(kind, self.key.replace("/", ":").encode())) is not None:
+            act(self)
             return
         self.objects = self.store.buckets.get(bucket)
         if self.objects is None:
@@ -417,6 +441,26 @@ class _S3Request(BaseHTTPRequestHandler):
         self.reply(200, f"<ListBucketResult>{text}</ListBucketResult>".encode())
 
 
+def refusing(status, code):
+    """Return a fault of S3 that refuses a request."""
+    return lambda request: request.refuse(status, code)
+
+
+def replying(status, *body):
+    """Return a fault of S3 that answers with another status or body than the store does."""
+    return lambda request: request.reply(status, *(body or [request.store.objects[request.key]]))
+
+
+def announcing(status, num_bytes=1 << 16, announced=1 << 40):
+    """Return a fault of S3 that announces more bytes than it sends."""
+
+    def act(request):
+        request.reply(status, bytes(num_bytes), announced)
+        request.hang_up()
+
+    return act
+
+
 class FaultyS3:
     """A `LocalS3` in a process of its own, which spoils a share of its answers; `num_faults` counts them."""
 
@@ -449,46 +493,30 @@ def _serve_faults(pipe, num_faults, share, seed):
         value[dice.randrange(len(value))] ^= 1 << dice.randrange(8)
         return dice.choice((bytes(value), bytes(value[: dice.randrange(len(value))]), dice.choice(values), value * 2))
 
-    def cut(request):
-        request.reply(200, bytes(dice.randrange(1 << 14)), 1 << 16)
-        request.hang_up()
-
-    def huge(request):
-        request.reply(dice.choice((200, 404, 412, 503)), bytes(1 << 14), 1 << 40)
-        request.hang_up()
-
     def wait(request):
         time.sleep(0.6)
         request.reply(200, value_of(request))
 
     faults = (
-        lambda request: request.refuse(503, "SlowDown"),
-        lambda request: request.refuse(500, "InternalError"),
-        lambda request: request.refuse(403, "AccessDenied"),
-        lambda request: request.refuse(403, "RequestTimeTooSkewed"),
-        lambda request: request.refuse(404, "NoSuchBucket"),
-        lambda request: request.reply(404),
+        *(refusing(403, code) for code in ("AccessDenied", "RequestTimeTooSkewed")),
+        *(refusing(*code) for code in ((503, "SlowDown"), (500, "InternalError"), (404, "NoSuchBucket"))),
+        replying(404, b""),
+        *[lambda request: request.reply(200, value_of(request))] * 3,
         lambda request: request.reply(200, dice.randbytes(dice.randrange(1 << 14))),
-        lambda request: request.reply(200, value_of(request)),
-        lambda request: request.reply(200, value_of(request)),
-        lambda request: request.reply(200, value_of(request)),
-        huge,
+        lambda request: announcing(dice.choice((200, 404, 412, 503)))(request),
+        lambda request: announcing(200, dice.randrange(1 << 14), 1 << 16)(request),
         lambda request: request.hang_up(),
-        cut,
         wait,
     )
 
-    def spoil(request):
-        # The epoch is read once; without it nothing would be stored at all.
-        if request.key.endswith("/epoch") or dice.random() >= share:
-            return False
+    def act(request):
         with num_faults.get_lock():
             num_faults.value += 1
         with suppress(OSError):
             dice.choice(faults)(request)
-        return True
 
-    server.intercept = spoil
+    # The epoch is read once; without it nothing would be stored at all.
+    server.fault_of = lambda _, name: None if name.endswith(b":epoch") or dice.random() >= share else act
     pipe.send(server.place)
     with suppress(EOFError):
         pipe.recv()

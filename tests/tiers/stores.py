@@ -13,12 +13,16 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
+from unittest.mock import Mock
 
 import numpy as np
+import pytest
 from servers import find_valkey, free_port, wait_for_port
 from waiting import wait_until
 
 from kvcache.testing.tier_contract import TierContract
+from kvcache.tiers.base.job_tier import BlockOutcome, TierBatch
+from kvcache.tiers.shared_store import SEAL_BYTES
 
 VALKEY_BINARY = find_valkey()
 KEYS = [bytes([number]) * 36 for number in range(1, 65)]
@@ -31,6 +35,7 @@ class MooncakeStore:
     def __init__(self, folder):
         self.port = free_port()
         self.master = f"127.0.0.1:{self.port}"
+        self.place = {"master": self.master, "timeout_s": 1.0, "soft_pin": True, "soft_pin_ttl_s": 60.0}
         self._metrics_port = free_port()
         self._log = (folder / "store.log").open("ab")
         self._processes = []
@@ -344,12 +349,20 @@ def load(tier, keys, job_id=2):
     return result
 
 
+def put(tier, name, seal, row=0):
+    """Put a row of a tier under a name of a store, which may be another tier's, in the place of its value."""
+    tier.delete_values([name])
+    batch = TierBatch(0, False, [b"a key of no block"], [row], None, None, tier.generation, tier.host_rows)
+    assert list(tier.put_values([name], batch, lambda _: seal)) == [BlockOutcome.DONE]
+
+
 class StoreContract(TierContract):
     """The contract of a tier whose blocks are those of every engine of the store at `place`."""
 
     evicts = False
     is_bounded = False
     survives_restart = True
+    overwrites = True
 
     def open_tier(self, path, host_blocks, num_blocks):
         return self.tier_type.from_config(self.options(path, num_blocks), host_blocks, {})
@@ -364,6 +377,37 @@ class StoreContract(TierContract):
         for replaces, expected in ((False, epoch), (True, other)):
             opened[0].announce_epoch(other, replaces)
             assert opened[0].read_epoch() == expected
+
+    @pytest.mark.parametrize("deletes", [True, False])
+    def test_damaged_values_are_misses(self, opened, tmp_path, caplog, deletes):
+        """They are deleted, or else stored again."""
+        for num_bytes in (4096, 1, 4096 - SEAL_BYTES, 4095, 4097):
+            host = blocks(len(KEYS), num_bytes)
+            opened.append(self.tier_type.from_config(self.options(tmp_path, 0), host, {"model": "m"}))
+        tier, *others = opened
+        store_until_done(tier, KEYS[:8])
+        names, rows, seals = [tier.store_name(key) for key in KEYS[:12]], tier.host_rows, tier._namespace.seal
+        for i, other in enumerate(others):
+            wait_for_reset(other)
+            put(other, names[i], seals(names[i], bytes(other.block_bytes)))
+        good = [seals(name, rows[i].tobytes()) for i, name in enumerate(names[:8])]
+        put(tier, names[4], good[5], 5)
+        rows[5, 100] ^= 1
+        put(tier, names[5], good[5], 5)
+        put(tier, names[6], bytes([good[6][0] ^ 1]) + good[6][1:], 6)
+        tier.delete_values([names[7]])
+        store_until_done(tier, KEYS[8:12])
+        if not deletes:
+            tier.delete_values = Mock(side_effect=OSError("read-only"))
+        result = load(tier, KEYS[:12])
+        assert (result.error, result.done, result.failed) == ("", KEYS[8:12], KEYS[:8])
+        assert (tier.stats().corrupt_blocks, tier.stats().missed_blocks) == (7, 1)
+        assert tier.are_held(names) == [not deletes] * 7 + [False] + [True] * 4
+        assert ("read-only" in caplog.text) != deletes
+        if not self.overwrites:
+            tier.__dict__.pop("delete_values", None)
+        store_until_done(tier, KEYS[:12])
+        assert load(tier, KEYS[:12], 3).done == KEYS[:12]
 
     def test_second_engine_finds_firsts_blocks(self, opened, tmp_path):
         host, options = blocks(), self.options(tmp_path, 0)

@@ -8,19 +8,15 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from local_stores import LocalS3
+from local_stores import LocalS3, announcing, refusing
 from stores import (
     KEYS,
-    MotoServer,
-    StoreContract,
     blocks,
     found,
     load,
-    load_as_is,
     payload,
     set_credentials,
     store,
-    store_as_is,
     until,
     wait_for_reset,
 )
@@ -32,7 +28,6 @@ from kvcache.tiers.s3 import S3Options, S3Tier
 from kvcache.tiers.shared_store import SEAL_BYTES
 
 BLOCK_BYTES = 4096
-HUGE_BYTES = 1 << 40
 
 
 @pytest.fixture(autouse=True)
@@ -45,26 +40,6 @@ def local():
     server = LocalS3("blocks")
     yield server
     server.kill()
-
-
-@pytest.fixture(scope="module")
-def moto():
-    server = MotoServer("blocks")
-    yield server
-    server.kill()
-
-
-@pytest.fixture(params=["local", pytest.param("moto", marks=pytest.mark.slow)])
-def server(request):
-    return request.getfixturevalue(request.param)
-
-
-class TestContract(StoreContract):
-    tier_type = S3Tier
-
-    @pytest.fixture(autouse=True)
-    def _server(self, server):
-        self.place = server.place
 
 
 @pytest.fixture
@@ -91,17 +66,6 @@ def patient_deletion(monkeypatch):
 
 def path_of(tier, key):
     return tier.store_name(key).decode().replace(":", "/")
-
-
-def huge(request, status=200):
-    """Announce far more than is sent."""
-    request.reply(status, bytes(1 << 16), HUGE_BYTES)
-    request.hang_up()
-
-
-def refusing(status, code):
-    """Return what refuses a request with a code of S3."""
-    return lambda request: request.refuse(status, code)
 
 
 busy = refusing(503, "SlowDown")
@@ -137,41 +101,6 @@ def test_block_is_sent_in_one_request(local, start):
     assert local.calls == {"PUT": 16}
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, BLOCK_BYTES, BLOCK_BYTES + SEAL_BYTES - 1, BLOCK_BYTES + SEAL_BYTES + 1])
-def test_object_of_other_length_is_deleted(local, tier, num_bytes):
-    store(tier, KEYS[:3])
-    local.objects[path_of(tier, KEYS[1])] = bytes(num_bytes)
-    result = load(tier, KEYS[:3])
-    assert (result.done, result.failed, result.error) == ([KEYS[0], KEYS[2]], [KEYS[1]], "")
-    assert tier.stats().corrupt_blocks == 1
-    assert path_of(tier, KEYS[1]) not in local.objects
-    assert store(tier, KEYS[1:2]).done == KEYS[1:2]
-
-
-def test_huge_object_is_not_read(local, tier):
-    store(tier, KEYS[:2])
-    local.calls.clear()
-    local.spoil(huge, "GET")
-    result = load(tier, KEYS[:1])
-    assert (result.done, result.failed, result.error, local.calls["GET"]) == ([], KEYS[:1], "", 1)
-    local.heal()
-    assert load(tier, KEYS[1:2], 9).done == KEYS[1:2]
-
-
-@pytest.mark.parametrize(
-    ("status", "command"), [(404, "GET"), (412, "PUT"), (500, "GET"), (200, "PUT"), (200, "DELETE")]
-)
-def test_huge_answer_takes_no_memory(local, tier, status, command):
-    """The library's own requests would reserve all that an answer announces."""
-    store(tier, KEYS[:3])
-    local.objects[path_of(tier, KEYS[1])] = b"deleted when it is read"
-    local.spoil(lambda request: huge(request, status), command)
-    store_as_is(tier, KEYS[4:5], 7)
-    assert load_as_is(tier, KEYS[:2], 8).done == ([] if command == "GET" else KEYS[:1])
-    local.heal()
-    assert load(tier, KEYS[2:3], 9).done == KEYS[2:3]
-
-
 def endless(request):
     """Send a listing without an end."""
     request.send_response(200)
@@ -182,7 +111,7 @@ def endless(request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("act", [huge, endless, None])
+@pytest.mark.parametrize("act", [announcing(200), endless, None])
 def test_deleting_process_has_bounds(local, tier, monkeypatch, act):
     """Neither an endless listing nor an alarm in the process ends an engine or stops its resets."""
     paths = private_blocks(tier, local)
@@ -236,27 +165,6 @@ def test_failed_deletion_is_an_error(local, tier, act, command):
         s3.delete_under(S3Options(**local.place), "kvcache/")
 
 
-@pytest.mark.parametrize("status", [201, 202, 206])
-def test_download_is_answered_with_200(local, tier, status):
-    """Any other answer, even as long as the block, does not fill the buffer."""
-    store(tier, KEYS[:2])
-    local.spoil(lambda request: request.reply(status, local.objects[request.key]), "GET")
-    result = load_as_is(tier, KEYS[:2])
-    assert (result.done, f"status {status}" in result.error, tier.stats().corrupt_blocks) == ([], True, 0)
-    local.heal()
-    assert load(tier, KEYS[:2], 9).done == KEYS[:2]
-
-
-def test_changed_or_moved_object_misses(local, tier):
-    store(tier, KEYS[:4])
-    names = [path_of(tier, key) for key in KEYS[:4]]
-    changed = bytearray(local.objects[names[0]])
-    changed[100] ^= 1
-    local.objects.update({names[0]: bytes(changed), names[1]: local.objects[names[2]]})
-    assert load(tier, KEYS[:4]).done == KEYS[2:4]
-    assert tier.stats().corrupt_blocks == 2
-
-
 REFUSED = "AccessDenied AccountProblem AllAccessDisabled InvalidAccessKeyId InvalidSecurity NotSignedUp"
 REFUSED += " SignatureDoesNotMatch UnauthorizedAccess"
 PASSING = """
@@ -303,27 +211,6 @@ def test_every_code_has_one_meaning(local, tier, monkeypatch):
         assert type(caught.value) is error, (status, body)
 
 
-@pytest.mark.parametrize("answer", [(403, "InvalidAccessKeyId"), (401, "AccessDenied"), (404, "NoSuchBucket")])
-def test_mistake_of_configuration_ends_start(local, start, answer):
-    local.spoil(refusing(*answer))
-    with pytest.raises(ValueError, match=f"s3://blocks at http://127.0.0.1:.*: {answer[1]}: as a test") as caught:
-        start()
-    assert ("secret" in str(caught.value), len(str(caught.value).splitlines())) == (False, 1)
-
-
-@pytest.mark.parametrize(
-    "answer", [(403, "RequestTimeTooSkewed"), (403, "ExpiredToken"), (503, "SlowDown"), (404, "Odd")]
-)
-def test_passing_fault_is_named_not_fatal(local, start, answer):
-    local.spoil(refusing(*answer))
-    tier = start()
-    assert answer[1] in store(tier, KEYS[:1]).error
-    assert "refuses" not in store_as_is(tier, KEYS[:1], 7).error
-    local.heal()
-    assert store(tier, KEYS[:2], 8).done
-    assert load(tier, KEYS[:2]).done == KEYS[:2]
-
-
 IN_PLACE = "access_key_id secret_access_key session_token region default_region imdsv1_fallback metadata_endpoint"
 IN_PLACE += (
     " container_credentials_relative_uri container_credentials_full_uri container_authorization_token_file role_arn"
@@ -362,14 +249,6 @@ def test_environment_of_library_is_known(local, start, monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_engine_starts_without_server(local, start):
-    local.kill()
-    tier = start()
-    assert store(tier, KEYS[:1]).error.startswith("OSError: s3://blocks at http://127.0.0.1:")
-    local.start()
-    assert store(tier, KEYS[:2], 5).done
-
-
 def test_busy_server_is_asked_again(local, tier):
     local.calls.clear()
     local.spoil(busy, times=2)
@@ -386,23 +265,6 @@ def test_attempts_share_time_limit(local, start, monkeypatch):
     assert store(tier, KEYS[:1]).done == KEYS[:1]
     first, second, third = limits
     assert 50 >= first > second + 0.2 > third + 0.2
-
-
-@pytest.mark.parametrize("command", ["GET", "PUT", "HEAD"])
-def test_slow_server_fails_in_time(local, start, command):
-    tier = start(timeout_s=0.2)
-    store(tier, KEYS[:1])
-    local.spoil(lambda request: (time.sleep(1.0), request.hang_up()), command)
-    start_s = time.monotonic()
-    if command == "HEAD":
-        tier.lookup(KEYS[1:3])
-        until(lambda: tier.get_finished() or tier.stats().io_errors)
-        assert tier.lookup(KEYS[1:3]) == 0
-    else:
-        result = (store_as_is if command == "PUT" else load_as_is)(tier, KEYS[:1] if command == "GET" else KEYS[1:2])
-        assert result.error.startswith("OSError: s3://blocks")
-    assert time.monotonic() - start_s < 60
-    assert tier.stats().io_errors == 1
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -429,42 +291,6 @@ def test_missing_descriptors_log_one_line(local, start, caplog, capfd, is_open):
     assert tier.stats().io_errors >= 1
     assert tier._life.maintain(60)
     assert found(tier, KEYS[:4]) == 4
-
-
-def test_cut_answers_fill_no_block(local, tier):
-    store(tier, KEYS[:4])
-
-    def cut(request):
-        request.reply(200, local.objects[request.key][:2000], BLOCK_BYTES + SEAL_BYTES)
-        request.hang_up()
-
-    local.spoil(cut, "GET")
-    result = load(tier, KEYS[:4])
-    assert (result.done, sorted(result.failed)) == ([], KEYS[:4])
-    assert result.error.startswith("OSError: s3://blocks")
-    local.heal()
-    assert load(tier, KEYS[:4], 3).done == KEYS[:4]
-
-
-def test_bucket_that_vanishes_fails_jobs(local, tier):
-    store(tier, KEYS[:2])
-    objects = local.buckets.pop("blocks")
-    assert "NoSuchBucket" in store(tier, KEYS[2:3], 3).error
-    assert "NoSuchBucket" in load(tier, KEYS[:1], 4).error
-    assert tier.stats().corrupt_blocks == 0
-    local.buckets["blocks"] = objects
-    assert load(tier, KEYS[:2], 5).done == KEYS[:2]
-
-
-def test_stale_answers_are_misses(local, start, tier):
-    store(tier, KEYS[:4])
-    # HEAD and the listing still show a deleted object, and do not show a present one.
-    del local.objects[path_of(tier, KEYS[1])]
-    local.spoil(lambda request: request.reply(200, num_bytes=4112), "HEAD")
-    other = start()
-    assert found(other, KEYS[:4]) == 4
-    assert load(other, KEYS[:4]).done == [KEYS[0], KEYS[2], KEYS[3]]
-    assert (other.stats().missed_blocks, other.stats().corrupt_blocks) == (1, 0)
 
 
 def private_blocks(tier, local):
@@ -547,32 +373,6 @@ def test_bad_options_show_no_secret(options, message):
     with pytest.raises(ValueError, match=message) as caught:
         parse_tier({"type": "s3", "bucket": "blocks", **options}).make(blocks(), {})
     assert "hunter2" not in str(caught.value)
-
-
-def test_check_leaves_nothing_behind(server):
-    options = S3Options(**server.place)
-    before = dict(server.objects) if isinstance(server, LocalS3) else None
-    assert S3Tier.unavailable_reason(options) == ""
-    if before is not None:
-        assert server.objects == before
-        assert server.calls["PUT"] == 2, "the epoch, and a block"
-
-
-@pytest.mark.parametrize(
-    ("act", "commands", "message"),
-    [
-        (refusing(403, "AccessDenied"), (), "AccessDenied"),
-        (refusing(403, "AccessDenied"), ["PUT"], "AccessDenied"),
-        (refusing(403, "AccessDenied"), ["DELETE"], "AccessDenied"),
-        (refusing(403, "RequestTimeTooSkewed"), (), "RequestTimeTooSkewed"),
-        (refusing(404, "NoSuchBucket"), (), "NoSuchBucket"),
-        (busy, (), "SlowDown"),
-        (lambda request: request.reply(200), ["PUT"], "does not keep the epoch"),
-    ],
-)
-def test_check_names_the_fault(local, act, commands, message):
-    local.spoil(act, *commands)
-    assert message in S3Tier.unavailable_reason(S3Options(**local.place))
 
 
 @pytest.fixture

@@ -2,17 +2,21 @@
 
 import hashlib
 import re
+import struct
 import time
 from multiprocessing import Manager
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from stores import KEYS, Clock, StoreContract, blocks, found, load, store, until, wait_for_reset
+import xxhash
+from blake3 import blake3
+from stores import KEYS, Clock, StoreContract, blocks, found, load, load_as_is, store, until, wait_for_reset
 
 from kvcache.tiers import shared_store
-from kvcache.tiers.shared_store import SEAL_BYTES
+from kvcache.tiers.shared_store import SEAL_BYTES, Namespace
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "tier.md"
 
@@ -205,17 +209,9 @@ def test_failed_deletion_waits_ever_longer(open_engine, values, monkeypatch, cap
     assert load(engine, KEYS[:3], 7).done == KEYS[:3]
 
 
-def test_failed_deletion_spoils_no_batch(open_engine, values, monkeypatch):
-    engine = open_engine()
-    store(engine, KEYS[:4])
-    bad = engine.store_name(KEYS[1])
-    values[bad] = bytes(SEAL_BYTES + engine.block_bytes)
-    monkeypatch.setattr(DictStoreTier, "delete_values", lambda *_: 1 / 0)
-    result = load(engine, KEYS[:4])
-    assert (sorted(result.done), result.failed, result.error) == ([KEYS[0], *KEYS[2:4]], KEYS[1:2], "")
-    # The bad value is still there, and is overwritten.
-    assert (bad in values, store(engine, KEYS[:2], 7).done) == (True, [KEYS[1]])
-    assert load(engine, KEYS[:4], 8).done == KEYS[:4]
+def test_bytes_under_way_are_bounded(open_engine):
+    assert open_engine(max_queued_bytes=9 * 4096 - 1).max_queued_blocks == 8
+    assert store(open_engine(max_queued_bytes=1), KEYS[:1]).done == KEYS[:1]
 
 
 def test_reset_needs_no_store(open_engine, monkeypatch):
@@ -243,6 +239,36 @@ def test_announced_epoch_of_others_loads_nothing(open_engine, values, salt):
     engines = [open_engine("a", salt=salt) for _ in range(2)]
     store(engines[0], KEYS)
     assert load(engines[1], KEYS).done == KEYS
+
+
+@pytest.mark.parametrize("salt", ["", "0123456789abcdef"])
+def test_forged_values_are_never_accepted(open_engine, values, salt):
+    """A client may know all values, their names and this source code."""
+    engine = open_engine(salt=salt)
+    store(engine, KEYS)
+    old = [values[engine.store_name(key)] for key in KEYS]
+    reset_all([engine], None)
+    store(engine, KEYS, 3)
+    names, dice = [engine.store_name(key) for key in KEYS], np.random.default_rng(0)
+    own, digest = [values[name] for name in names], bytes.fromhex(engine.prefix.split(b":")[1].decode())
+    for i, name in enumerate(names):
+        payload = dice.bytes(engine.block_bytes)
+        body = struct.pack("<IQ", len(name), len(payload)) + name + payload
+        bit = 1 << int(dice.integers(8 * len(own[i])))
+        values[name] = (
+            own[i][:SEAL_BYTES] + payload,
+            # The seal of another name, and of an older epoch.
+            own[i - 1],
+            old[i],
+            # The seed of the first format stood in each name.
+            xxhash.xxh3_128(body, int.from_bytes(digest[:8], "big")).digest() + payload,
+            xxhash.xxh3_128(body, 0).digest() + payload,
+            blake3(body, key=digest * 2).digest(SEAL_BYTES) + payload,
+            Namespace(b"dict store 1", {}, engine.block_bytes, "").seal(name, payload) + payload,
+            (int.from_bytes(own[i], "big") ^ bit).to_bytes(len(own[i]), "big"),
+        )[i % 8]
+    assert (load_as_is(engine, KEYS, 4).done, engine.stats().corrupt_blocks) == ([], len(KEYS))
+    assert (store(engine, KEYS, 5).failed, load(engine, KEYS, 6).done) == ([], KEYS)
 
 
 def test_lost_epoch_is_announced_again(open_engine, values):

@@ -6,7 +6,6 @@ import json
 import shlex
 import shutil
 import socket
-import struct
 import subprocess
 import time
 from contextlib import suppress
@@ -17,22 +16,15 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import xxhash
-from blake3 import blake3
 from local_stores import NUM_SLOTS, LocalValkey
-from servers import ValkeyServer
 from stores import (
     KEYS,
-    VALKEY_BINARY,
     Clock,
-    StoreContract,
     blocks,
     found,
     free_port,
     load,
-    load_as_is,
     store,
-    store_until_done,
     until,
     wait_for_reset,
 )
@@ -40,29 +32,11 @@ from valkey import Valkey
 
 from kvcache.tiers import channel, valkey
 from kvcache.tiers.channel import WireError
-from kvcache.tiers.shared_store import Namespace
 from kvcache.tiers.valkey import PASSWORD_VARIABLE, ValkeyOptions, ValkeyTier, clear_server
 from kvcache.tiers.valkey_wire import ServerChannel
 
 BLOCK_BYTES = 4096
 DOCUMENTED = "~kvcache:* +get +set +exists +touch +pexpire +unlink +scan +cluster|slots +command"
-
-
-@pytest.fixture
-def make_server(tmp_path):
-    if VALKEY_BINARY is None:
-        pytest.skip("needs valkey-server or redis-server")
-    servers = []
-
-    def make(*options):
-        server = ValkeyServer(tmp_path, *options)
-        servers.append(server)
-        server.start()
-        return server
-
-    yield make
-    for server in servers:
-        server.kill()
 
 
 @pytest.fixture
@@ -72,13 +46,13 @@ def local():
     server.kill()
 
 
-@pytest.fixture(params=["local", pytest.param("make_server", marks=pytest.mark.slow)])
+@pytest.fixture(params=["local", pytest.param("make_valkey", marks=pytest.mark.slow)])
 def server(request):
     server = request.getfixturevalue(request.param)
     return server if request.param == "local" else server()
 
 
-@pytest.fixture(params=["local", pytest.param("make_server", marks=pytest.mark.slow)])
+@pytest.fixture(params=["local", pytest.param("make_valkey", marks=pytest.mark.slow)])
 def locked_server(request):
     """A server whose password is "sesame"."""
     server = request.getfixturevalue(request.param)
@@ -100,14 +74,6 @@ def open_tier(opened, url, block_bytes=BLOCK_BYTES, fingerprint=None, **options)
     return tier
 
 
-class TestContract(StoreContract):
-    tier_type = ValkeyTier
-
-    @pytest.fixture(autouse=True)
-    def _server(self, server):
-        self.place = {"url": server.url}
-
-
 @pytest.mark.parametrize("ttl_s", [None, 60.0, 1e-4])
 def test_block_of_others_is_renewed_only(local, opened, ttl_s):
     first, second = (open_tier(opened, local.url, ttl_s=ttl_s) for _ in range(2))
@@ -127,12 +93,6 @@ def test_block_of_others_is_renewed_only(local, opened, ttl_s):
     assert second.stats().stored_blocks == 4
 
 
-def test_bytes_under_way_are_bounded(server, opened):
-    tier = open_tier(opened, server.url, max_queued_bytes=9 * BLOCK_BYTES - 1)
-    assert tier.max_queued_blocks == 8
-    assert store(open_tier(opened, server.url, max_queued_bytes=1), KEYS[:1]).done == KEYS[:1]
-
-
 def test_large_blocks_are_asked_for_once(local, opened):
     # Eight blocks are a window of a store, and two of a load.
     tier = open_tier(opened, local.url, 1 << 19, num_threads=1)
@@ -146,45 +106,6 @@ def test_large_blocks_are_asked_for_once(local, opened):
     assert [local.calls[name] for name in (b"TOUCH", b"EXISTS", b"SET", b"GET")] == [2, 0, 9, 9]
     tier.shutdown()
     until(lambda: not local._connections)
-
-
-def test_full_server_refuses_blocks_not_jobs(local, opened):
-    tier = open_tier(opened, local.url)
-    full = {tier.store_name(key) for key in KEYS[1:3]}
-    local.intercept = lambda command: b"-OOM no memory\r\n" if command[0] == b"SET" and command[1] in full else None
-    result = store(tier, KEYS[:4])
-    assert (sorted(result.done), sorted(result.failed), result.error) == ([KEYS[0], KEYS[3]], KEYS[1:3], "")
-    local.intercept = lambda command: b"-READONLY a replica\r\n" if command[0] == b"SET" else None
-    assert "READONLY a replica" in store(tier, KEYS[4:6], job_id=3).error
-
-
-@pytest.mark.parametrize("answer", [
-    b"-LOADING not yet\r\n", b"HTTP/1.1 400 Bad Request\r\n", b"$5\r\nshort", b"$1073741824\r\n", b"$2\r\nabcd\r\n",
-    b":x\r\n", b"x" * 5000, b"+OK\n", None,
-])  # fmt: skip
-def test_nonsense_fails_job_and_connection(local, opened, answer):
-    tier = open_tier(opened, local.url, num_threads=1)
-    store(tier, KEYS[:4])
-    third = [b"GET", tier.store_name(KEYS[2])]
-    answer = answer or local.answer(third)[:-2] + b"xx"
-    local.intercept = lambda command: answer if command == third else None
-    result = load(tier, KEYS[:4])
-    assert (bool(result.error), KEYS[2] in result.done, KEYS[3] in result.done) == (True, False, False)
-    # What the connection still holds is not taken for the answers of the next job.
-    local.intercept = lambda command: None
-    assert load(tier, KEYS[:4], job_id=3).done == KEYS[:4]
-
-
-def test_late_answer_is_not_another_jobs(local, opened):
-    tier, is_over = open_tier(opened, local.url, timeout_s=1.0, num_threads=1), Event()
-    limits = tier._client.connection_pool.connection_kwargs
-    assert limits["socket_timeout"] == limits["socket_connect_timeout"] == 1.0
-    store(tier, KEYS[:2])
-    first = [b"GET", tier.store_name(KEYS[0])]
-    local.intercept = lambda command: is_over.wait() and None if command == first else None
-    assert "took more than 1 s" in load(tier, KEYS[:1]).error
-    assert load(tier, KEYS[1:2], job_id=3).done == KEYS[1:2]
-    is_over.set()
 
 
 @pytest.mark.parametrize("kind", [socket.socket, type("SSLSocket", (socket.socket,), {})])
@@ -256,52 +177,6 @@ def test_stall_near_deadline_adds_nothing(monkeypatch, use):
     assert clock.now_s == 105.0
 
 
-def test_damaged_values_are_deleted_misses(server, client, opened):
-    tier = open_tier(opened, server.url)
-    store(tier, KEYS[:8])
-    names = {name[-36:]: name for name in client.scan_iter(match="kvcache:*") if not name.endswith(b":epoch")}
-    whole = client.get(names[KEYS[0]])
-    client.set(names[KEYS[0]], whole[:-1])  # short
-    client.set(names[KEYS[1]], client.get(names[KEYS[1]]) + b"x")  # long
-    client.set(names[KEYS[2]], client.get(names[KEYS[3]]))  # another block's
-    client.set(names[KEYS[3]], whole[:100] + b"\xff" + whole[101:])  # torn
-    client.set(names[KEYS[4]], b"")
-    client.delete(names[KEYS[5]])
-    client.delete(names[KEYS[6]])
-    client.rpush(names[KEYS[6]], "somebody's list")
-    result = load(tier, KEYS[:8])
-    assert (result.error, result.done) == ("", KEYS[7:8])
-    assert (tier.stats().corrupt_blocks, tier.stats().missed_blocks) == (6, 1)
-    assert not any(client.exists(names[key]) for key in KEYS[:7])
-    assert store(tier, KEYS[:8], job_id=3).failed == []
-    assert load(tier, KEYS[:8], job_id=4).done == KEYS[:8]
-
-
-def epoch_of(tier):
-    return tier.store_name(b"").split(b":")[2]
-
-
-def test_restarted_server_gets_epoch_back(server, opened):
-    first, second = (open_tier(opened, server.url) for _ in range(2))
-    started = epoch_of(first)
-    assert (started, len(started)) == (epoch_of(second), 16)
-    first.reset()
-    wait_for_reset(first)
-    server.kill()
-    server.start()
-    store_until_done(second, KEYS[:4])
-    assert load(first, KEYS[:4]).done == []
-    # Also the engine that was reset knows what the others have.
-    first.maintain()
-    third = open_tier(opened, server.url)
-    assert found(third, KEYS[:4]) == 4
-    for tier in (second, third):
-        tier.reset()
-        wait_for_reset(tier)
-    assert len({started, *map(epoch_of, opened)}) == 4
-    assert epoch_of(open_tier(opened, server.url)) == started
-
-
 def test_long_deletion_goes_on_later(local, opened, monkeypatch):
     """A large server: maintenance takes a part of its scan only, and a later reset does not end the deletion."""
     monkeypatch.setattr(valkey, "_DELETE_S", 0)
@@ -333,7 +208,7 @@ def test_stall_of_cluster_ends_job(local_cluster, opened):
     )
     store(tier, KEYS)
     third = local_cluster[2]
-    third.intercept = lambda command: asked.append(command) or (is_over.wait() and None)
+    third.spoil(lambda command: asked.append(command) or (is_over.wait() and None))
     keys = [key for key in KEYS if tier.store_name(key) in third.values][:1]
     assert "took more than 0.5 s" in load(tier, keys).error
     assert len(asked) == 1
@@ -341,52 +216,6 @@ def test_stall_of_cluster_ends_job(local_cluster, opened):
     result = load(tier, keys, job_id=3)
     assert (result.failed, result.error) == (keys, "")
     is_over.set()
-
-
-@pytest.mark.parametrize("salt", ["", "0123456789abcdef"])
-def test_value_without_salt_is_never_accepted(server, client, opened, salt):
-    tier = open_tier(opened, server.url, 512, fingerprint={"model": "m"}, salt=salt)
-    store(tier, KEYS)
-    old = {key: client.get(tier.store_name(key)) for key in KEYS}
-    tier.reset()
-    wait_for_reset(tier)
-    store(tier, KEYS, job_id=3)
-    names = {key: tier.store_name(key) for key in KEYS}
-    own = {key: client.get(name) for key, name in names.items()}
-    dice = np.random.default_rng(0)
-    for turn in range(9):
-        for i, key in enumerate(KEYS):
-            client.set(names[key], forged(names[key], key, own, old, (turn + i) % 9, dice))
-        result = load_as_is(tier, KEYS, 10 + turn)
-        assert (result.done, result.error) == ([], "")
-        # Or it would not read these keys again.
-        tier._life.catalog._bad.clear()
-    assert tier.stats().corrupt_blocks == 9 * len(KEYS)
-    for key, value in own.items():
-        client.set(names[key], value)
-    assert load(tier, KEYS, job_id=6).done == KEYS
-
-
-def forged(name, key, own, old, way, dice):
-    """Return a value that a client makes from values on the server and from the source code of the tier."""
-    payload = dice.bytes(512)
-    digest = bytes.fromhex(name.split(b":")[1].decode())
-    body = struct.pack("<IQ", len(name), len(payload)) + name + payload
-    flipped = bytearray(own[key])
-    flipped[int(dice.integers(len(flipped)))] ^= 1 << int(dice.integers(8))
-    return [
-        own[key][:16] + payload,
-        # The seal of another name, and of an older epoch.
-        own[KEYS[(KEYS.index(key) + 1) % len(KEYS)]],
-        old[key],
-        # The seed of the tier's first format stood in each name.
-        xxhash.xxh3_128(body, int.from_bytes(digest[:8], "big")).digest() + payload,
-        xxhash.xxh3_128(body, 0).digest() + payload,
-        blake3(body, key=digest * 2).digest(16) + payload,
-        Namespace(b"kvcache valkey 2", {}, 512, "").seal(name, payload) + payload,
-        bytes(flipped),
-        dice.bytes(16 + 512),
-    ][way]
 
 
 def test_password_from_environment_is_not_shown(locked_server, opened, monkeypatch):
@@ -403,17 +232,6 @@ def test_password_from_environment_is_not_shown(locked_server, opened, monkeypat
     assert found(tier, KEYS[:2]) == 2
     with pytest.raises(ValueError, match="refuses the credentials"):
         ValkeyTier(ValkeyOptions(url=server.url, username="nobody", password="sesame"), blocks())
-
-
-def test_late_server_is_used(server, opened):
-    server.kill()
-    options = ValkeyOptions(url=server.url)
-    assert "cannot be used" in ValkeyTier.unavailable_reason(options)
-    tier = open_tier(opened, server.url, timeout_s=0.5)
-    assert store(tier, KEYS[:2]).error
-    server.start()
-    assert ValkeyTier.unavailable_reason(options) == ""
-    store_until_done(tier, KEYS[:2])
 
 
 PASSING = """
@@ -456,10 +274,10 @@ def test_every_error_of_client_is_known(opened, monkeypatch):
                 opened.pop().shutdown()
 
 
-def test_cluster_away_starts_without_tier(make_server, opened, tmp_path, run):
+def test_cluster_away_starts_without_tier(make_valkey, opened, tmp_path, run):
     options = ("--cluster-config-file", str(tmp_path / "nodes.conf"), "--cluster-port", str(free_port()))
-    one = make_server("--cluster-enabled", "yes", *options)
-    for url in (make_server().url, one.url, f"valkey://127.0.0.1:{free_port()}"):
+    one = make_valkey("--cluster-enabled", "yes", *options)
+    for url in (make_valkey().url, one.url, f"valkey://127.0.0.1:{free_port()}"):
         tier = open_tier(opened, url, cluster=True, timeout_s=1.0)
         assert store(tier, KEYS[:1]).error.startswith("OSError: 127.0.0.1:")
         config = tmp_path / "config.json"
@@ -509,14 +327,14 @@ def cluster(request):
 
 
 @pytest.fixture
-def real_cluster(make_server, tmp_path):
+def real_cluster(make_valkey, tmp_path):
     servers = []
     for number in range(3):
         options = ["--cluster-enabled", "yes", "--cluster-config-file", str(tmp_path / f"nodes-{number}.conf")]
         # On a loaded machine a server may be silent for seconds; the others are not to take it for dead.
         options += ["--cluster-node-timeout", "120000"]
         # The bus has a port of its own, 10,000 above by default, which may be no port.
-        servers.append(make_server(*options, "--cluster-port", str(free_port())))
+        servers.append(make_valkey(*options, "--cluster-port", str(free_port())))
     clients = [Valkey(port=server.port) for server in servers]
     for number, client in enumerate(clients):
         client.execute_command("CLUSTER", "ADDSLOTSRANGE", number * 5462, min(16383, number * 5462 + 5461))
@@ -611,7 +429,7 @@ def test_unconfirmed_clear_deletes_nothing(local, opened):
     assert not local.values
 
 
-def test_tls_server_needs_given_authority(make_server, opened, tmp_path):
+def test_tls_server_needs_given_authority(make_valkey, opened, tmp_path):
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("needs openssl")
@@ -621,7 +439,7 @@ def test_tls_server_needs_given_authority(make_server, opened, tmp_path):
     subprocess.run([*shlex.split(command), *subject], check=True, capture_output=True)
     files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate))
     tls_port = free_port()
-    make_server("--tls-port", str(tls_port), *files, "--tls-auth-clients", "no", "--requirepass", "sesame")
+    make_valkey("--tls-port", str(tls_port), *files, "--tls-auth-clients", "no", "--requirepass", "sesame")
     url = f"valkeys://:sesame@127.0.0.1:{tls_port}"
     tier = open_tier(opened, url, ca_file=str(certificate))
     assert sorted(store(tier, KEYS).done) == KEYS
@@ -634,7 +452,7 @@ def test_tls_server_needs_given_authority(make_server, opened, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["make_server"], indirect=True)
+@pytest.mark.parametrize("server", ["make_valkey"], indirect=True)
 def test_clear_refuses_clients_and_foreign_prefixes(server, client, run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     client.mset({"kvcache:a:epoch": "1", "kvcache:a:1:x": "x", "kvcache:b:1:x": "x", "other": "stays"})
@@ -662,8 +480,8 @@ def test_clear_refuses_clients_and_foreign_prefixes(server, client, run, monkeyp
         (DOCUMENTED, ""),
     ],
 )
-def test_check_tries_each_right(make_server, rules, reason):
-    server = make_server()
+def test_check_tries_each_right(make_valkey, rules, reason):
+    server = make_valkey()
     admin = Valkey(port=server.port)
     admin.execute_command("ACL", "SETUSER", "engine", "reset", "on", ">sesame", *rules.split())
     options = ValkeyOptions(url=f"valkey://engine:sesame@127.0.0.1:{server.port}")
@@ -683,16 +501,10 @@ def test_check_tries_each_right(make_server, rules, reason):
         ("0", "allkeys-lru", None, "the server has no maxmemory"),
     ],
 )
-def test_check_warns_of_eviction_policy(make_server, maxmemory, policy, ttl_s, doubt):
-    server = make_server("--maxmemory", maxmemory, "--maxmemory-policy", policy)
+def test_check_warns_of_eviction_policy(make_valkey, maxmemory, policy, ttl_s, doubt):
+    server = make_valkey("--maxmemory", maxmemory, "--maxmemory-policy", policy)
     found = ValkeyTier.doubt(ValkeyOptions(url=server.url, ttl_s=ttl_s))
     assert found.startswith(doubt) if doubt else found == ""
-
-
-def test_full_server_is_named_by_check(make_server):
-    server = make_server("--maxmemory", "1")
-    options = ValkeyOptions(url=server.url)
-    assert "command not allowed when used memory" in ValkeyTier.unavailable_reason(options)
 
 
 def test_salt_of_documentation_is_refused():
