@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from servers import ValkeyServer, find_valkey
 
 # For `stores`, which more than one module here needs.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -72,10 +73,7 @@ def opened():
 @pytest.fixture
 def make_valkey(tmp_path):
     """Start real servers of Valkey or Redis."""
-    from servers import ValkeyServer
-    from stores import VALKEY_BINARY
-
-    if VALKEY_BINARY is None:
+    if find_valkey() is None:
         pytest.skip("needs valkey-server or redis-server")
     servers = []
 

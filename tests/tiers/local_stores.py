@@ -23,17 +23,18 @@ NUM_SLOTS = 16384
 
 
 class Faulty:
-    """A store that answers some questions with a fault: bytes, a number or a function of the question."""
+    """A store that answers some questions, `num_faults` so far, with bytes, a number or a function of the question."""
 
     _fault = None
     is_over = Event()
+    num_faults = 0
 
     def spoil(self, act, *kinds, name=None, times=1 << 30):
         """Let `act` answer the next `times` questions of these kinds and this name, or of all.
 
         With ``"hang"``, their answers come after `heal`.
         """
-        self.is_over = Event()
+        self.is_over, self.num_faults = Event(), 0
         self._fault = act, kinds, name, iter(range(times))
 
     def heal(self):
@@ -45,6 +46,7 @@ class Faulty:
         act, kinds, name, numbers = self._fault or (None, (), None, iter(()))
         if (kinds and kind not in kinds) or (name and name not in names) or next(numbers, None) is None:
             return None
+        self.num_faults += 1
         if act == "hang":
             self.is_over.wait()
             return None

@@ -398,7 +398,7 @@ class StoreContract(TierContract):
         tier.delete_values([names[7]])
         store_until_done(tier, KEYS[8:12])
         if not deletes:
-            tier.delete_values = Mock(side_effect=OSError("read-only"))
+            tier.delete_values = Mock(side_effect=RuntimeError("read-only"))
         result = load(tier, KEYS[:12])
         assert (result.error, result.done, result.failed) == ("", KEYS[8:12], KEYS[:8])
         assert (tier.stats().corrupt_blocks, tier.stats().missed_blocks) == (7, 1)

@@ -11,17 +11,7 @@ from unittest.mock import Mock
 import pytest
 import stores
 from local_stores import LocalMooncake
-from stores import (
-    KEYS,
-    Impostor,
-    MooncakeStore,
-    found,
-    free_port,
-    load,
-    store,
-    store_until_done,
-    wait_for,
-)
+from stores import KEYS, Impostor, MooncakeStore, found, free_port, load, store, store_until_done, wait_for
 
 from kvcache.tiers import mooncake
 from kvcache.tiers.mooncake import MooncakeOptions, MooncakeTier
@@ -31,7 +21,8 @@ BLOCK_BYTES = 1 << 16
 
 
 @pytest.fixture
-def local(local_mooncake):
+def local(local_mooncake, monkeypatch):
+    monkeypatch.setitem(globals(), "TIMEOUT_S", local_mooncake.place["timeout_s"])
     return local_mooncake
 
 
@@ -51,7 +42,7 @@ def make_store(tmp_path, native):
 
 
 def open_tier(opened, master, **options):
-    options = MooncakeOptions(**{"master": master, "timeout_s": 1.0} | options)
+    options = MooncakeOptions(**{"master": master, "timeout_s": TIMEOUT_S} | options)
     tier = MooncakeTier(options, stores.blocks(64, BLOCK_BYTES))
     opened.append(tier)
     return tier

@@ -163,6 +163,7 @@ def test_spoilt_answer_costs_its_block(place, start, caplog, kind, act, outcome)
         # A request of S3 is for one block.
         assert (outcome in result.error, keys[2] in result.failed) == (True, True)
         assert (keys[3] in result.done) == (place.name == "s3")
+    assert place.server.num_faults
     counts = tier.stats()
     assert (counts.missed_blocks, counts.corrupt_blocks) == (outcome == "missed", outcome in ("corrupt", "kept"))
     assert ("does not delete" in caplog.text) == (outcome == "kept")
