@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from itertools import compress
+from operator import not_
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvcache.block import ABSENT, PENDING, READY
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 Source: TypeAlias = TierController | TierJob | None
 """The source of a block: a tier, a job that is loading it already, or None: host memory."""
 _MAX_TIER_LOOKUPS = 64
-_PREFETCH_SHARE, _MAX_UNUSED, _PREFETCH_STEP = 8, 4096, 512
+_PREFETCH_SHARE, _MAX_UNUSED, _PREFETCH_STEP = 8, 4096, 256
 # Members of an enum are slow to look up.
 _SENT = JobState.SENT
 
@@ -60,6 +62,7 @@ class Promotion:
         self.num_loads = 0
         # Blocks that came without a request in place of others, and that no request has loaded.
         self._unused: set[bytes] = set()
+        self._has_counted = False
 
     def find(self, keys: list[bytes], req_context: ReqContext | None) -> tuple[int, int, bool]:
         """Return how many of the first keys are ready, how many behind them are being loaded, and whether to ask again.
@@ -128,6 +131,7 @@ class Promotion:
 
     def send(self, now_s: float) -> None:
         """Send the jobs of this step: for the requests that wait, and then to measure links."""
+        self._has_counted = False
         num_left = MAX_STEP_BLOCKS
         for request in self._pending.wanting():
             if num_left <= 0:
@@ -144,9 +148,11 @@ class Promotion:
         They take free slots, or a share of the slots of the blocks that the policy evicts next. A block gives its part
         of the share back when a request loads it, or when it is evicted.
         """
-        unused = list(self._unused)
-        self._unused = {key for key, state in zip(unused, self._pool.states(unused), strict=True) if state}
-        absent = [key for key, state in zip(keys, self._pool.states(keys), strict=True) if not state]
+        if not self._has_counted:
+            # Once a step: a client may ask again and again.
+            self._has_counted, unused = True, list(self._unused)
+            self._unused = {key for key, state in zip(unused, self._pool.states(unused), strict=True) if state}
+        absent = list(compress(keys, map(not_, self._pool.states(keys))))
         num_free = self._pool.num_free
         limit = max(num_free, min(self._pool.num_blocks // _PREFETCH_SHARE, _MAX_UNUSED) - len(self._unused))
         if not absent or limit <= 0:

@@ -6,7 +6,7 @@ A block is referenced from the job's submission until the tier reports it, so it
 from __future__ import annotations
 
 from functools import partial
-from itertools import count
+from itertools import compress, count
 from typing import TYPE_CHECKING
 
 from kvcache.block import PENDING, READY
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MAX_JOB_BLOCKS = 512
 """Blocks of one job at most: a tier can begin with the next one while the scheduler takes the first one in."""
+_IS_READY = bytes(state == READY for state in range(256))
 
 
 class Writing:
@@ -84,7 +85,8 @@ class Writing:
     def hurry(self, keys: list[bytes]) -> bool:
         """Have the next step write those ready blocks that tiers would get later; return whether all had room."""
         rooms = [(controller.backlog, controller.room(False)) for controller in self._controllers]
-        return not sum(backlog.hurry(self._ready(keys), max(0, room - len(backlog))) for backlog, room in rooms)
+        ready = self._ready(keys)
+        return not sum(backlog.hurry(ready, max(0, room - len(backlog))) for backlog, room in rooms)
 
     def offer(self, keys: list[bytes], source: TierController | None) -> None:
         """Offer blocks that became ready to the tiers, but for the one that they came from."""
@@ -158,4 +160,4 @@ class Writing:
         return False
 
     def _ready(self, keys: list[bytes]) -> list[bytes]:
-        return [key for key, state in zip(keys, self._pool.states(keys), strict=True) if state == READY]
+        return list(compress(keys, self._pool.states(keys).translate(_IS_READY)))

@@ -11,11 +11,13 @@ import pytest
 from engine import Engine
 from stores import Clock
 
-from kvcache import CPUOffloadingManager, ReqContext
+from kvcache import CPUOffloadingManager, ReqContext, hints
 from kvcache.block import ABSENT, READY
 from kvcache.control.hints import HintBoard
 from kvcache.control.telemetry import Telemetry
 from kvcache.exporters.status import StatusServer, send_hints
+from kvcache.hints import parse_hints
+from kvcache.recorder.recorder import Recorder
 from kvcache.tiering.controller import TierConfig
 from kvcache.tiering.manager import TieredOffloadingManager
 from kvcache.tiers.memory import MemoryOptions, MemoryTier
@@ -26,11 +28,11 @@ NUM_BLOCKS = 16
 class Bench(Engine):
     """A manager over a tier in memory, and its board."""
 
-    def __init__(self, policy="lru", num_blocks=NUM_BLOCKS, **rule):
+    def __init__(self, policy="lru", num_blocks=NUM_BLOCKS, group_windows=None, **rule):
         self.host = np.zeros((num_blocks, 8), np.uint8)
         tier = MemoryTier(MemoryOptions(capacity=80_000), self.host)
         self.manager = TieredOffloadingManager(
-            16, num_blocks, [(tier, TierConfig(**rule))], cache_policy=policy, clock=Clock()
+            16, num_blocks, [(tier, TierConfig(**rule))], policy, clock=Clock(), group_windows=group_windows
         )
         self.board = HintBoard(self.manager)
 
@@ -92,6 +94,31 @@ def test_prefetch_brings_blocks_back(policy, target):
     assert found == 2
     assert bench.board.ask(action("kv.prefetch", **target)) == ["accepted"]
     assert bench.counts("kv.prefetch")["rejected"] == 5
+
+
+@pytest.mark.parametrize(
+    "target", [{"session_id": "s"}, {"block_hashes": [(b"h%03d" % number).hex() for number in range(3)]}]
+)
+def test_hybrid_prefetch_brings_last_windows(target):
+    bench = Bench("gittins", 64, [None, 1])
+    full, windowed = ([b"h%03d" % number + bytes([0, 0, 0, group]) for number in range(3)] for group in (0, 1))
+    bench.run(*full, *windowed, params=SHORT)
+    for first in range(0, 256, 64):
+        bench.fill(first)
+    assert bench.states(*full, *windowed) == [ABSENT] * 6
+    assert bench.board.ask(action("kv.prefetch", **target)) == ["accepted"]
+    bench.settle()
+    assert bench.states(*full, *windowed) == [READY] * 3 + [ABSENT] * 2 + [READY]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
+def test_end_of_hashes_evicts_them_first(policy):
+    bench = Bench(policy)
+    bench.run(A, B)
+    bench.run(C)
+    assert bench.board.ask(action("kv.next_use", next_use="end", block_hashes=[C[:4].hex()])) == ["accepted"]
+    bench.run(*(b"y%d" % number for number in range(NUM_BLOCKS - 2)))
+    assert bench.states(A, B, C) == [READY, READY, ABSENT]
 
 
 def test_prefetch_takes_all_free_slots():
@@ -186,6 +213,31 @@ def test_scheduler_does_not_wait_for_asker():
         stepper.start()
         stepper.join(30)
         assert not stepper.is_alive()
+
+
+def test_step_reads_bounded_number_of_keys(monkeypatch):
+    bench = Bench(num_blocks=2048)
+    bench.run(*(b"%04d" % number + bytes(4) for number in range(256)), params=SHORT)
+    bench.fill()
+    assert bench.board.ask(action("kv.prefetch", session_id="s")) == ["accepted"]
+    bench.settle()
+    for _ in range(1000):
+        bench.board.begin(ReqContext(kv_hints=action("kv.prefetch", block_hashes=["ff"])))
+    num_read, states = [], bench.manager.pool.states
+    monkeypatch.setattr(bench.manager.pool, "states", lambda keys: num_read.append(len(keys)) or states(keys))
+    bench.board.step()
+    # Those that came before are counted once, and each action names one key.
+    assert 256 < sum(num_read) <= 256 + 512 // 16
+
+
+def test_hints_are_parsed_once(monkeypatch, tmp_path):
+    messages = []
+    monkeypatch.setattr(hints, "parse_hints", lambda message: messages.append(message) or parse_hints(message))
+    bench = Bench()
+    with Recorder(bench.manager, tmp_path / "calls.kvrec"):
+        bench.run(A, hints=action("kv.demote"), params=SHORT)
+    assert messages == [SHORT, action("kv.demote")]
+    assert bench.counts("kv.demote") == bench.counts("kv.next_use") == {"accepted": 1}
 
 
 def test_hostile_sender_changes_few_hits():
