@@ -463,26 +463,32 @@ def announcing(status, num_bytes=1 << 16, announced=1 << 40):
     return act
 
 
-class FaultyS3:
-    """A `LocalS3` in a process of its own, which spoils a share of its answers; `num_faults` counts them."""
+class Spawned:
+    """A process that runs ``target(pipe, *arguments)``, which sends `greeting` first; it ends with this one."""
 
-    def __init__(self, share, seed=0):
+    def __init__(self, target, *arguments):
         context = multiprocessing.get_context("spawn")
-        # The process ends with this end.
-        self._pipe, theirs = context.Pipe()
-        self._num_faults = context.Value("q", 0)
-        arguments = (theirs, self._num_faults, share, seed)
-        self._process = context.Process(target=_serve_faults, args=arguments, daemon=True)
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
         self._process.start()
-        self.place = self._pipe.recv()
-
-    @property
-    def num_faults(self):
-        return self._num_faults.value
+        self.greeting = self.pipe.recv()
 
     def close(self):
         self._process.kill()
         self._process.join()
+
+
+class FaultyS3(Spawned):
+    """A `LocalS3` in a process of its own, which spoils a share of its answers; `num_faults` counts them."""
+
+    def __init__(self, share, seed=0):
+        self._num_faults = multiprocessing.get_context("spawn").Value("q", 0)
+        super().__init__(_serve_faults, self._num_faults, share, seed)
+        self.place = self.greeting
+
+    @property
+    def num_faults(self):
+        return self._num_faults.value
 
 
 def _serve_faults(pipe, num_faults, share, seed):

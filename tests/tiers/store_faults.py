@@ -17,10 +17,9 @@ from itertools import count
 
 import numpy as np
 from servers import ValkeyServer
-from stores import Impostor, MooncakeStore, MotoServer, ProxyProcess, blocks, pause, resume, store_as_is
+from stores import MooncakeStore, MotoServer, Proxy, blocks, pause, put, resume, wait_for_reset
 
 from kvcache import ReqContext, TierConfig, TieredOffloadingManager
-from kvcache.tiers.shared_store import SEAL_BYTES
 
 BLOCK_BYTES = 1 << 16
 NUM_HOST = 96
@@ -199,6 +198,19 @@ class ProxyFaults:
     swallowed = spoiling("swallow")
     a_byte_a_second = spoiling("drip")
 
+    def another_tenants_values(self):
+        """Put a value of another tenant's in the place of each that this one may have."""
+        tiers = own, other = [self.open_tier(blocks(1, BLOCK_BYTES), salt) for salt in ("", "another tenant's")]
+        for tier in tiers:
+            self._stack.callback(tier.shutdown)
+            wait_for_reset(tier)
+        seal = other._namespace.seal(other.store_name(b"a key"), bytes(BLOCK_BYTES))
+        names = [own.store_name(key_of(chain, i)) for chain in range(_NUM_CHAINS) for i in range(_CHAIN_BLOCKS)]
+        for name, is_held in zip(names, own.are_held(names), strict=True):
+            if is_held:
+                put(own, name, seal)
+        return lambda: None
+
     def _stop(self, pid):
         self._stack.callback(resume, pid)
         pause(pid)
@@ -218,12 +230,12 @@ class ValkeyFaults(ProxyFaults):
 
     LONGEST_JOB_S = 0.4
     NAMES = ("killed", "stopped", "cut", "garbage", "swallowed", "half_open", "a_byte_a_second")
-    NAMES += ("full", "evicting", "wrong_credentials", "another_protocol", "another_tenants_values")
+    NAMES += ("full", "evicting", "wrong_credentials", "another_tenants_values")
 
     def __init__(self, folder, stack):
         self.server = ValkeyServer(folder)
         self.server.start()
-        self.proxy = ProxyProcess(self.server.port)
+        self.proxy = Proxy(self.server.port)
         self._stack = stack
         stack.callback(self.server.kill)
         stack.callback(self.proxy.close)
@@ -253,31 +265,6 @@ class ValkeyFaults(ProxyFaults):
         client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         return lambda: client.config_set("requirepass", "")
 
-    def another_protocol(self):
-        self.server.kill()
-        impostor = Impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n", self.server.port)
-
-        def end():
-            impostor.close()
-            self.server.start()
-
-        return end
-
-    def another_tenants_values(self):
-        """Put a value that another tenant stored in the place of each of this one's."""
-        client, host = self._client(), blocks(1, BLOCK_BYTES)
-        own = set(client.scan_iter(match="kvcache:*"))
-        other = self.open_tier(host, salt="another tenant")
-        self._stack.callback(other.shutdown)
-        key = b"of another tenant"
-        assert store_as_is(other, [key]).done
-        (theirs,) = client.scan_iter(match=b"kvcache:*:" + key)
-        value = client.get(theirs)
-        for name in own:
-            if not name.endswith(b":epoch"):
-                client.set(name, value)
-        return lambda: None
-
     def _client(self):
         return self._stack.enter_context(importlib.import_module("valkey").Valkey(port=self.server.port))
 
@@ -294,11 +281,12 @@ class S3Faults(ProxyFaults):
     # A request and another try.
     LONGEST_JOB_S = 1.0
     NAMES = ("stopped", "cut", "garbage", "swallowed", "half_open", "a_byte_a_second", "bucket_removed")
+    NAMES += ("another_tenants_values",)
 
     def __init__(self, folder, stack):
         self.server = MotoServer("blocks")
         stack.callback(self.server.kill)
-        self.proxy = ProxyProcess(self.server.port)
+        self.proxy = Proxy(self.server.port)
         stack.callback(self.proxy.close)
         self._stack = stack
 
@@ -330,7 +318,7 @@ class MooncakeFaults(ProxyFaults):
         self.store = MooncakeStore(folder)
         stack.callback(self.store.close)
         self.node = self.store.start_node("256MB")
-        self.proxy = ProxyProcess(self.store.port)
+        self.proxy = Proxy(self.store.port)
         stack.callback(self.proxy.close)
         self._stack = stack
         self._client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
@@ -382,22 +370,6 @@ class MooncakeFaults(ProxyFaults):
                 assert self._client.remove(name, True) == 0
 
         return end
-
-    def another_tenants_values(self):
-        """Put other bytes of the same length in the place of each value."""
-        value = bytes(BLOCK_BYTES + SEAL_BYTES)
-        for chain in range(_NUM_CHAINS):
-            for i in range(_CHAIN_BLOCKS):
-                name = self._name_of(key_of(chain, i))
-                if self._client.remove(name, True) == 0:
-                    assert self._client.put(name, value) == 0
-        return lambda: None
-
-    def _name_of(self, key):
-        tier = self.open_tier(blocks(1, BLOCK_BYTES))
-        self._stack.callback(tier.shutdown)
-        self._name_of = tier.name_of
-        return tier.name_of(key)
 
     def _wait_until_it_works(self):
         """Return when a client of its own can store on any node.

@@ -1,6 +1,6 @@
 """Real stores on loopback, a proxy that spoils what passes through it, and jobs that are run to their end."""
 
-import multiprocessing
+import asyncio
 import os
 import shutil
 import signal
@@ -17,11 +17,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from local_stores import Spawned
 from servers import find_valkey, free_port, wait_for_port
 from waiting import wait_until
 
 from kvcache.testing.tier_contract import TierContract
-from kvcache.tiers.base.job_tier import BlockOutcome, TierBatch
+from kvcache.tiers.base.job_tier import TierBatch
 from kvcache.tiers.shared_store import SEAL_BYTES
 
 VALKEY_BINARY = find_valkey()
@@ -143,99 +144,70 @@ def resume(pid):
         os.kill(pid, signal.SIGCONT)
 
 
-class Proxy:
-    """A TCP proxy that spoils what the server answers, as `mode` says.
+class Proxy(Spawned):
+    """A TCP proxy that spoils what the server answers, as its mode says.
 
     ``"pass"``; ``"garbage"``; ``"cut"``: half an answer, then the end; ``"swallow"``: no answer; ``"half-open"``:
-    nothing goes either way, and no connection ends; ``"drip"``: a byte a second.
+    nothing goes either way, and no connection ends; ``"drip"``: a byte a second. A client may keep the interpreter's
+    lock while it connects, so the proxy is a process of its own.
     """
 
     def __init__(self, port):
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.mode = "pass"
-        self._ends = set()
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__(_run_proxy, port)
+        self.port = self.greeting
 
     def set_mode(self, mode):
         """Choose how answers are spoilt; ``"cut"`` also ends all connections."""
-        self.mode = mode
-        for end in list(self._ends) if mode == "cut" else ():
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        self.pipe.send(mode)
+        self.pipe.recv()
 
-    def _accept(self):
-        while True:
-            client, _ = self._listener.accept()
-            try:
-                server = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:
-                client.close()
-                continue
-            # Each direction has ends of its own, and closes them.
-            for source, target, is_answer in ((client, server, False), (server, client, True)):
-                ends = (source.dup(), target.dup(), is_answer)
-                threading.Thread(target=self._pump, args=ends, daemon=True).start()
-            client.close()
-            server.close()
 
-    def _pump(self, source, target, is_answer):
-        with source, target:
-            self._ends |= {source, target}
-            self._copy(source, target, is_answer)
-            self._ends -= {source, target}
+def _run_proxy(pipe, port):
+    mode, writers = "pass", set()
 
-    def _copy(self, source, target, is_answer):
-        try:
-            while data := source.recv(1 << 16):
-                mode = self.mode
+    async def pump(reader, writer, is_answer):
+        writers.add(writer)
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
                 if mode == "half-open" or (is_answer and mode == "swallow"):
                     continue
+                if is_answer and mode == "cut":
+                    writer.write(data[: len(data) // 2])
+                    break
                 if is_answer and mode == "garbage":
                     data = os.urandom(len(data))
-                elif is_answer and mode == "cut":
-                    target.sendall(data[: len(data) // 2])
-                    break
-                elif is_answer and mode == "drip":
-                    while data and self.mode == "drip":
-                        target.sendall(data[:1])
-                        data = data[1:]
-                        time.sleep(1.0)
-                target.sendall(data)
+                while is_answer and mode == "drip" and len(data) > 1 and not writer.is_closing():
+                    writer.write(data[:1])
+                    data = data[1:]
+                    await asyncio.sleep(1.0)
+                writer.write(data)
+                await writer.drain()
+        writers.discard(writer)
+        # The other direction ends, too.
+        writer.close()
+
+    async def serve(reader, writer):
+        try:
+            answers, server = await asyncio.open_connection("127.0.0.1", port)
         except OSError:
-            pass
-        finally:
-            for end in (source, target):
-                with suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
+            writer.close()
+            return
+        await asyncio.gather(pump(reader, server, False), pump(answers, writer, True))
 
-
-class ProxyProcess:
-    """A `Proxy` in a process of its own, for a client that keeps the interpreter's lock while it connects."""
-
-    def __init__(self, port):
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run_proxy, args=(port, theirs), daemon=True)
-        self._process.start()
-        self.port = self._pipe.recv()
-
-    def set_mode(self, mode):
-        self._pipe.send(mode)
-        self._pipe.recv()
-
-    def close(self):
-        self._process.kill()
-        self._process.join()
-
-
-def _run_proxy(port, pipe):
-    proxy = Proxy(port)
-    pipe.send(proxy.port)
-    while True:
-        proxy.set_mode(pipe.recv())
+    def switch():
+        nonlocal mode
+        mode = pipe.recv()
+        for writer in list(writers) if mode == "cut" else ():
+            writer.transport.abort()
         pipe.send(True)
+
+    async def run():
+        listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+        asyncio.get_running_loop().add_reader(pipe.fileno(), switch)
+        pipe.send(listener.sockets[0].getsockname()[1])
+        await listener.serve_forever()
+
+    asyncio.run(run())
 
 
 class Impostor:
@@ -353,7 +325,7 @@ def put(tier, name, seal, row=0):
     """Put a row of a tier under a name of a store, which may be another tier's, in the place of its value."""
     tier.delete_values([name])
     batch = TierBatch(0, False, [b"a key of no block"], [row], None, None, tier.generation, tier.host_rows)
-    assert list(tier.put_values([name], batch, lambda _: seal)) == [BlockOutcome.DONE]
+    tier.put_values([name], batch, lambda _: seal)
 
 
 class StoreContract(TierContract):
