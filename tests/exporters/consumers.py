@@ -65,41 +65,50 @@ class Reader:
         ts, events, *rest = msgspec.msgpack.decode(payload)
         if not isinstance(ts, float) or not isinstance(events, list) or len(rest) > 1:
             raise ValueError(f"a batch must be [float, list, rank], got {payload[:60]!r}")
-        decoded = [fields_of(event, self.maps, self.arrays) for event in events]
         verdicts = []
-        for kind, event in decoded:
+        for kind, event in [fields_of(event, self.maps, self.arrays) for event in events]:
             verdict = TAKEN
             if kind == "AllBlocksCleared":
                 self.blocks.clear()
-            elif kind == "BlockStored":
-                verdict = self.store(event)
-            elif kind == "BlockRemoved":
-                verdict = self.remove(event)
+            elif kind in FIELDS:
+                verdict = self.change(kind, event)
             else:
                 raise ValueError(f"unknown event {kind!r}")
             self.verdicts[kind, verdict] += len(event.get("block_hashes", ()))
             verdicts.append(verdict)
         return verdicts
 
+    def change(self, kind: str, event: dict[str, Any]) -> str:
+        """Add or remove the blocks of an event, and return the verdict."""
+        hashes = [self.hash_of(one) for one in check(event, "block_hashes", list)]
+        if reason := self.refusal(kind, event, hashes):
+            return reason
+        held = self.blocks.setdefault(self.place_of(event), set())
+        (held.update if kind == "BlockStored" else held.difference_update)(hashes)
+        return TAKEN
+
+    def refusal(self, kind: str, event: dict[str, Any], hashes: list[int]) -> str:
+        """Return why an event is dropped, or ""; `hashes` may be cut to those that are taken."""
+        raise NotImplementedError
+
+    def place_of(self, event: dict[str, Any]) -> str:
+        return str(event["medium"])
+
+    def of_bytes(self, value: bytes) -> int:
+        raise ValueError(f"a hash must be a 64-bit integer, got {value!r:.60}")
+
     def hash_of(self, value: Any) -> int:
+        if isinstance(value, bytes):
+            return self.of_bytes(value)
         if type(value) is not int or not -(1 << 63) <= value < 1 << 64:
             raise ValueError(f"a hash must be a 64-bit integer, got {value!r:.60}")
         return value % (1 << 64)
-
-    def hashes(self, event: dict[str, Any]) -> list[int]:
-        return [self.hash_of(one) for one in check(event, "block_hashes", list)]
 
     def tokens(self, event: dict[str, Any]) -> list[int]:
         found: list[int] = check(event, "token_ids", list)
         if any(type(one) is not int or not 0 <= one < 1 << 32 for one in found):
             raise ValueError(f"token_ids is {found!r:.60}")
         return found
-
-    def store(self, event: dict[str, Any]) -> str:
-        raise NotImplementedError
-
-    def remove(self, event: dict[str, Any]) -> str:
-        raise NotImplementedError
 
 
 class LLMD(Reader):
@@ -110,52 +119,43 @@ class LLMD(Reader):
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
         self.groups: dict[int, str] = {}
-        self.known: set[int] = set()
 
     def feed(self, topic: bytes, payload: bytes) -> list[str]:
         if topic.startswith(self.topic_filter) and topic.count(b"@") != 2:
             raise ValueError(f"a topic must be kv@POD@MODEL, got {topic!r}")
         return super().feed(topic, payload)
 
-    def hash_of(self, value: Any) -> int:
-        if isinstance(value, bytes) and 0 < len(value) <= 64:
-            return int.from_bytes(value[-8:], "big")
-        return super().hash_of(value)
+    def of_bytes(self, value: bytes) -> int:
+        return int.from_bytes(value[-8:], "big") if 0 < len(value) <= 64 else super().of_bytes(value)
 
-    def store(self, event: dict[str, Any]) -> str:
-        hashes, tokens = self.hashes(event), self.tokens(event)
-        size, medium = check(event, "block_size", int), check(event, "medium", str, type(None))
+    def place_of(self, event: dict[str, Any]) -> str:
+        return (check(event, "medium", str, type(None)) or "gpu").lower()
+
+    def refusal(self, kind: str, event: dict[str, Any], hashes: list[int]) -> str:
+        group = event.get("group_idx")
+        if kind == "BlockRemoved":
+            if group is None or self.groups.get(group) in MAIN_KINDS:
+                return ""
+            return "unsupported_cache_kind" if group in self.groups else "unknown_group"
+        tokens, size, known = self.tokens(event), check(event, "block_size", int), set().union(*self.blocks.values())
         check(event, "lora_name", str, type(None))
-        group, kind = event.get("group_idx"), event.get("kv_cache_spec_kind") or ""
         if group is not None:
-            kind = self.groups.setdefault(group, kind) if kind else self.groups.get(group, "")
-            if kind not in MAIN_KINDS:
+            name = event.get("kv_cache_spec_kind") or ""
+            name = self.groups.setdefault(group, name) if name else self.groups.get(group, "")
+            if name not in MAIN_KINDS:
                 return "unsupported_cache_kind"
             if tokens and size <= 0:
                 return "invalid_block_size"
             if tokens and len(tokens) != size * len(hashes):
                 return "non_dense_block_span"
         parent = event.get("parent_block_hash")
-        if parent is not None and self.hash_of(parent) not in self.known:
+        if parent is not None and self.hash_of(parent) not in known:
             return "unknown parent"
         if len(tokens) < self.block_size:
-            hashes = [one for one in hashes if one in self.known]
+            hashes[:] = [one for one in hashes if one in known]
             if tokens or not hashes:
                 return "no tokens, and an unknown block"
-        self.known.update(hashes)
-        self.blocks.setdefault((medium or "gpu").lower(), set()).update(hashes)
-        return TAKEN
-
-    def remove(self, event: dict[str, Any]) -> str:
-        hashes = self.hashes(event)
-        group = event.get("group_idx")
-        if group is not None and self.groups.get(group) not in MAIN_KINDS:
-            return "unsupported_cache_kind" if group in self.groups else "unknown_group"
-        self.blocks.setdefault((check(event, "medium", str, type(None)) or "gpu").lower(), set()).difference_update(
-            hashes
-        )
-        self.known.difference_update(one for one in hashes if not any(one in held for held in self.blocks.values()))
-        return TAKEN
+        return ""
 
 
 class Dynamo(Reader):
@@ -163,59 +163,44 @@ class Dynamo(Reader):
 
     TIERS: ClassVar = {"GPU": "Device", "CPU": "HostPinned", "STORAGE": "Disk", "DISK": "Disk"}
 
-    def refusal(self, event: dict[str, Any]) -> str:
-        kind, group = event.get("kv_cache_spec_kind"), event.get("group_idx")
-        if kind is not None and kind not in MAIN_KINDS:
+    def place_of(self, event: dict[str, Any]) -> str:
+        return str(self.TIERS[event["medium"]])
+
+    def refusal(self, kind: str, event: dict[str, Any], hashes: list[int]) -> str:
+        is_store, spec_kind, medium = kind == "BlockStored", event.get("kv_cache_spec_kind"), event.get("medium")
+        tokens, size = (self.tokens(event), check(event, "block_size", int)) if is_store else ([], 0)
+        if spec_kind is not None and spec_kind not in MAIN_KINDS:
             return "non_main_attention_kind"
-        if kind is None and group:
+        if spec_kind is None and event.get("group_idx"):
             return "unlearned_group_idx"
         if event.get("locality") not in (None, "LOCAL"):
             return "not LOCAL"
-        return "" if event.get("medium") in (None, *self.TIERS) else "unknown medium"
-
-    def store(self, event: dict[str, Any]) -> str:
-        hashes, tokens = self.hashes(event), self.tokens(event)
-        size, parent = check(event, "block_size", int), event.get("parent_block_hash")
-        if refusal := self.refusal(event):
-            return refusal
+        if medium not in (None, *self.TIERS):
+            return "unknown medium"
+        parent = event.get("parent_block_hash")
         chain = hashes if parent is None else [self.hash_of(parent), *hashes]
-        if len(set(chain)) < len(chain):
+        if is_store and len(set(chain)) < len(chain):
             return "a hash comes twice"
-        if size != self.block_size:
+        if is_store and size != self.block_size:
             return "another block size"
-        if len(tokens) < size * len(hashes):
-            return "too few tokens"
-        self.blocks.setdefault(self.TIERS[event["medium"]], set()).update(hashes)
-        return TAKEN
-
-    def remove(self, event: dict[str, Any]) -> str:
-        hashes = self.hashes(event)
-        if refusal := self.refusal(event):
-            return refusal
-        self.blocks.setdefault(self.TIERS[event["medium"]], set()).difference_update(hashes)
-        return TAKEN
+        return "too few tokens" if len(tokens) < size * len(hashes) else ""
 
 
 class AIBrix(Reader):
     """AIBrix' decoder: it indexes tokens, so a store without tokens adds no block."""
 
-    def hash_of(self, value: Any) -> int:
-        return int.from_bytes(value[:8], "big") if isinstance(value, bytes) else super().hash_of(value)
+    def of_bytes(self, value: bytes) -> int:
+        return int.from_bytes(value[:8], "big")
 
-    def store(self, event: dict[str, Any]) -> str:
-        hashes, tokens, size = self.hashes(event), self.tokens(event), check(event, "block_size", int)
+    def refusal(self, kind: str, event: dict[str, Any], hashes: list[int]) -> str:
+        if kind == "BlockRemoved":
+            return ""
+        tokens, size = self.tokens(event), check(event, "block_size", int)
         for name, kinds in (("lora_id", int), ("medium", str), ("lora_name", str), ("locality", str)):
             check({name: None, **event}, name, kinds, type(None))
         if tokens and (size <= 0 or len(tokens) % size):
             raise ValueError(f"{len(tokens)} tokens are not divisible by the block size {size}")
-        if not tokens:
-            return "no tokens"
-        self.blocks.setdefault(event["medium"], set()).update(hashes)
-        return TAKEN
-
-    def remove(self, event: dict[str, Any]) -> str:
-        self.blocks.setdefault(event["medium"], set()).difference_update(self.hashes(event))
-        return TAKEN
+        return "" if tokens else "no tokens"
 
 
 class AIBrixArrays(AIBrix):
@@ -229,23 +214,15 @@ class VLLMRouter(Reader):
 
     arrays = False
 
-    def hash_of(self, value: Any) -> int:
-        return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else super().hash_of(value)
+    def of_bytes(self, value: bytes) -> int:
+        return int.from_bytes(value[-8:], "big")
 
-    def strict(self, kind: str, event: dict[str, Any]) -> None:
+    def refusal(self, kind: str, event: dict[str, Any], hashes: list[int]) -> str:
         if unknown := event.keys() - set(FIELDS[kind]):
             raise ValueError(f"unknown fields {sorted(unknown)}")
-
-    def store(self, event: dict[str, Any]) -> str:
-        self.strict("BlockStored", event)
-        self.tokens(event)
-        self.blocks.setdefault(event["medium"], set()).update(self.hashes(event))
-        return TAKEN
-
-    def remove(self, event: dict[str, Any]) -> str:
-        self.strict("BlockRemoved", event)
-        self.blocks.setdefault(event["medium"], set()).difference_update(self.hashes(event))
-        return TAKEN
+        if kind == "BlockStored":
+            self.tokens(event)
+        return ""
 
 
 READERS = {
