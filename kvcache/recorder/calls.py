@@ -249,6 +249,9 @@ class RecordedCalls:
 
         return hint
 
+    def _prefetch(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
+        return self._of_keys(op, lambda keys, _: method(keys))
+
     def _report_prefills(self, op: Op, method: Callable[..., Any]) -> Callable[..., Any]:
         def report_prefills(parts: Iterable[Any], seconds: float) -> Any:
             parts = list(parts)

@@ -168,7 +168,7 @@ class FrameEncoder:
 
     def _answer(self, answer: Any) -> Any:
         match answer:
-            case None | bool() | int():
+            case None | bool() | int() | str():
                 return answer
             case LoadStoreSpec():
                 ids = block_ids_of(answer)

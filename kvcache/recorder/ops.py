@@ -25,6 +25,8 @@ class Op(IntEnum):
     HINT = 15
     REPORT_PREFILLS = 16
     STATUS_RUN = 17
+    PREFETCH = 18
+    DEMOTE = 19
     # Not calls of the manager:
     CONTEXT = 64
     POSITIONS = 65

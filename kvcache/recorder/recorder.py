@@ -42,7 +42,7 @@ _METHODS = (
     "lookup", "status", "touch", "prepare_load", "complete_load", "prepare_store", "complete_store", "reorder",
     "on_request_finished", "reset_cache", "take_events", "hint",
 )  # fmt: skip
-_TIERED_METHODS = (*_METHODS, "on_schedule_end", "report_prefills")
+_TIERED_METHODS = (*_METHODS, "on_schedule_end", "report_prefills", "prefetch", "demote")
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,9 @@ def make_all_calls(manager, rng, num_requests, clock=None, num_prompts=30):
             manager.hint(rng.choice((keys, context or keys)), rng.choice(("soon", "later", "end")))
             with pytest.raises(ValueError, match="next_use"):
                 manager.hint(keys, "perhaps")
+        manager.prefetch(keys)
+        if rng.random() < 0.2:
+            manager.demote(keys, context)
         list(manager.take_events(rng.choice((None, 2))))
         manager.on_schedule_end()
         if rng.random() < 0.005:

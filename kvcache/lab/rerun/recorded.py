@@ -26,7 +26,9 @@ from kvcache.transfer.free_memory import memory_left
 
 NOTES = frozenset({Op.CONTEXT, Op.POSITIONS, Op.GROUPS})
 """Records that prepare calls to come."""
-_LISTS = frozenset({Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.COMPLETE_LOAD, Op.PREPARE_STORE, Op.COMPLETE_STORE})
+_LISTS = frozenset({
+    Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.COMPLETE_LOAD, Op.PREPARE_STORE, Op.COMPLETE_STORE, Op.DEMOTE
+})  # fmt: skip
 """Calls with a list of keys."""
 _EXPECTED_ERRORS = (ValueError, KeyError, BlockStateError, NotImplementedError)
 _COMPARED_UNITS = frozenset({"blocks", "calls", "requests"})
@@ -289,6 +291,8 @@ def _arguments(call: Call, context: Any) -> tuple[list[Any], dict[str, Any]]:
             return [context], {"use_positions": bool(call.flag)}
         case Op.HINT:
             return [keys if context is None else context, call.flag], {}
+        case Op.PREFETCH:
+            return [keys], {}
         case Op.REPORT_PREFILLS:
             return [], call.flag
         case Op.TAKE_EVENTS:
@@ -328,7 +332,7 @@ def answers_of(call: Call, tier: int) -> dict[str, list[Any]]:
 
 
 def _answer(answer: Any) -> Answer:
-    if answer is None or isinstance(answer, int):
+    if answer is None or isinstance(answer, int | str):
         return answer  # a bool, too
     if isinstance(answer, PrepareStoreOutput):
         return Stored(Keys(answer.keys_to_store), len(answer.evicted_keys), block_ids_of(answer.store_spec) or [])
