@@ -72,7 +72,7 @@ class LocalValkey(Faulty):
 
     @property
     def place(self):
-        return {"url": self.url}
+        return {"url": self.url} | ({"cluster": True} if len(self.peers) > 1 else {})
 
     def start(self):
         self._listener = socket.create_server(("127.0.0.1", self.port))
@@ -178,6 +178,14 @@ class LocalValkey(Faulty):
         nodes = [[peer.slots, [b"127.0.0.1", peer.port, b"%d" % peer.port]] for peer in self.peers]
         replicas = [node for slots, node in nodes if not slots]
         return [[slots[0], slots[-1], node, *replicas] for slots, node in nodes if slots]
+
+
+def local_cluster():
+    """Return three servers that hold a third of the slots each."""
+    servers = [LocalValkey() for _ in range(3)]
+    for number, server in enumerate(servers):
+        server.peers, server.slots = servers, range(number * 5462, min(NUM_SLOTS, number * 5462 + 5462))
+    return servers
 
 
 def encoded(answer):

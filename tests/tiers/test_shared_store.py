@@ -73,20 +73,26 @@ def reset_all(engines, *versions):
         wait_for_reset(engine)
 
 
-def test_same_version_shares_after_reset(open_engine):
-    engines = [open_engine() for _ in range(3)]
-    reset_all(engines, 7, "7", 7)
-    store(engines[0], KEYS[:4])
-    assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4]] * 3
-    reset_all(engines, 7, 7, "7")
-    assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4]] * 3
+LONG = "step-1/" * 10
+DIGEST = hashlib.sha256(LONG.encode()).hexdigest()
 
 
-def test_random_epochs_share_nothing(open_engine):
-    engines = [open_engine() for _ in range(4)]
-    reset_all(engines, None, None, "v7", "None")
+@pytest.mark.parametrize(
+    ("versions", "names"),
+    [
+        ((7, "7", 7), "aaa"),
+        ((None, None, "v7", "None"), "abcd"),
+        ((LONG, LONG, DIGEST, f"sha256:{DIGEST}"), "aabc"),
+    ],
+)
+def test_engines_share_blocks_of_one_version(open_engine, versions, names):
+    engines = [open_engine() for _ in versions]
+    reset_all(engines, *versions)
     store(engines[0], KEYS[:4])
-    assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4], [], [], []]
+    assert [found(engine, KEYS[:4]) for engine in engines] == [4 * (name == "a") for name in names]
+    reset_all(engines, *reversed(versions))
+    held = [4 * (name == "a" and versions[0] is not None) for name in reversed(names)]
+    assert [len(load(engine, KEYS[:4]).done) for engine in engines] == held
 
 
 def test_late_engine_keeps_blocks_of_version(open_engine):
@@ -124,15 +130,6 @@ def test_weights_have_epochs_of_their_own(open_engine):
     assert [found(engine, KEYS[:8]) for engine in engines] == [4, 2, 3, 4, 2]
     reset_all(engines[1:3], None, None)
     assert [found(engine, KEYS[:8]) for engine in (*engines, open_engine("sha256:b"))] == [4, 0, 0, 4, 2, 3]
-
-
-def test_long_version_is_not_its_digest(open_engine):
-    long = "step-1/" * 10
-    engines = [open_engine() for _ in range(4)]
-    digest = hashlib.sha256(long.encode()).hexdigest()
-    reset_all(engines, long, long, digest, f"sha256:{digest}")
-    store(engines[0], KEYS[:4])
-    assert [load(engine, KEYS[:4]).done for engine in engines] == [KEYS[:4], KEYS[:4], [], []]
 
 
 def test_salt_separates_epochs_of_one_version(open_engine, values):

@@ -8,7 +8,17 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from local_stores import EXISTS, NO_SPACE, NOT_READY, LocalS3, LocalValkey, announcing, refusing, replying
+from local_stores import (
+    EXISTS,
+    NO_SPACE,
+    NOT_READY,
+    LocalS3,
+    LocalValkey,
+    announcing,
+    local_cluster,
+    refusing,
+    replying,
+)
 from stores import (
     KEYS,
     MooncakeStore,
@@ -29,8 +39,8 @@ from kvcache.tiers.mooncake import MooncakeTier
 from kvcache.tiers.s3 import S3Tier
 from kvcache.tiers.valkey import ValkeyTier
 
-TIERS = {"valkey": ValkeyTier, "s3": S3Tier, "mooncake": MooncakeTier}
-REAL = {f"real_{name}": fixture for name, fixture in zip(TIERS, ("make_valkey", "moto", "mooncake_store"), strict=True)}
+TIERS = {"valkey": ValkeyTier, "cluster": ValkeyTier, "s3": S3Tier, "mooncake": MooncakeTier}
+REAL = {"real_valkey": "make_valkey", "real_s3": "moto", "real_mooncake": "mooncake_store"}
 REAL_PARAMS = [pytest.param(name, marks=pytest.mark.slow) for name in REAL]
 
 
@@ -59,12 +69,13 @@ def place(request, monkeypatch):
         server = request.getfixturevalue(REAL[request.param])
         server = server() if name == "valkey" else server
     else:
-        open_local = {"valkey": LocalValkey, "s3": partial(LocalS3, "blocks")}
+        open_local = {"valkey": LocalValkey, "cluster": lambda: local_cluster()[0], "s3": partial(LocalS3, "blocks")}
         server = open_local[name]() if name in open_local else request.getfixturevalue("local_mooncake")
     yield SimpleNamespace(name=name, tier_type=TIERS[name], server=server, options=server.place)
     if request.param not in REAL:
         server.heal()
-        server.kill()
+        for peer in getattr(server, "peers", [server]):
+            peer.kill()
 
 
 @pytest.fixture
