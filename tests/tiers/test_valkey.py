@@ -5,12 +5,9 @@ import io
 import json
 import shlex
 import shutil
-import socket
 import subprocess
-import time
-from contextlib import suppress
-from itertools import count
-from threading import Thread
+from functools import partial
+from itertools import cycle, islice
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -86,73 +83,72 @@ def test_large_blocks_are_asked_for_once(local, opened):
     until(lambda: not local._connections)
 
 
-@pytest.mark.parametrize("kind", [socket.socket, type("SSLSocket", (socket.socket,), {})])
-def test_partial_sends_go_on(kind):
-    ours, theirs = socket.socketpair()
-    ours = kind(fileno=ours.detach())
-    ours.settimeout(30)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    buffers, received = [np.random.default_rng(0).bytes(n) for n in (10, 100_000, 3, 50_000, *[1] * 600)], []
+class SlowSocket:
+    """A socket that moves `num_bytes` at a time, which takes `step_s`; its peer answers ":1" again and again."""
 
-    def drain():
-        while data := theirs.recv(1 << 16):
-            received.append(data)
+    def __init__(self, clock, step_s, num_bytes=1):
+        self._clock, self._step_s, self._num_bytes = clock, step_s, num_bytes
+        self._answers, self.sent = cycle(b":1\r\n"), b""
 
-    reader = Thread(target=drain)
-    with theirs:
-        reader.start()
-        with ours:
-            ServerChannel(ours, 5.0).send(buffers)
-        reader.join()
-    assert b"".join(received) == b"".join(buffers)
+    def settimeout(self, timeout_s):
+        self._timeout_s = timeout_s
 
+    def setsockopt(self, *_):
+        """Have no options."""
 
-def test_deadline_is_of_batch_or_answer(monkeypatch):
-    clock, (ours, theirs) = Clock(), socket.socketpair()
-    monkeypatch.setattr(channel.time, "monotonic", clock)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    ours.settimeout(30)
-
-    def repeat(step):
-        with suppress(OSError):
-            while step():
-                clock.now_s += 1.0
-                time.sleep(0.01)
-
-    with ours, theirs:
-        server = ServerChannel(ours, 5.0)
-        for _ in range(3):
-            theirs.sendall(b":1\r\n")
-            clock.now_s += 4.0
-            assert server.read_count()
-        # Slow bytes do not extend it.
-        for step, use in (
-            (lambda: theirs.send(b":"), server.read_count),
-            (lambda: theirs.recv(4096), lambda: server.send([bytes(1 << 20)])),
-        ):
-            Thread(target=repeat, args=(step,), daemon=True).start()
-            # Between two of its own steps, a sender on a loaded machine may see five of the clock.
-            with pytest.raises(WireError, match=r"took (more than|nothing for) 5 s"):
-                use()
-
-
-@pytest.mark.parametrize("use", ["read_count", "send"])
-def test_stall_near_deadline_adds_nothing(monkeypatch, use):
-    clock, calls = Clock(), count()
-    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=clock))
-
-    def move(data):
-        # One byte a moment before the limit, and then none.
-        if next(calls):
-            clock.now_s += end.settimeout.call_args.args[0]
+    def _move(self, data):
+        self._clock.now_s += min(self._step_s, self._timeout_s)
+        if self._step_s > self._timeout_s:
             raise TimeoutError
-        clock.now_s += 4.5
-        return 1
+        return data[: self._num_bytes]
 
-    end = Mock(recv_into=move, sendall=move)
-    with pytest.raises(WireError, match="for 5 s" if use == "send" else "than 5 s"):
-        ServerChannel(end, 5.0).send([b"x", b"y"]) if use == "send" else ServerChannel(end, 5.0).read_count()
-    assert clock.now_s == 105.0
+    def recv_into(self, target):
+        part = self._move(target)
+        part[:] = bytes(islice(self._answers, len(part)))
+        return len(part)
+
+    def sendmsg(self, buffers):
+        part = self._move(b"".join(buffers))
+        self.sent += part
+        return len(part)
+
+    def sendall(self, data):
+        for _ in range(0, len(data), self._num_bytes):
+            self._move(data)
+        self.sent += data
+
+
+@pytest.fixture(params=[True, False])
+def slow_socket(request, monkeypatch):
+    """The clock and the type of plain sockets, or of others."""
+    clock = Clock()
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=clock))
+    kind = SlowSocket if request.param else None
+    monkeypatch.setattr(channel, "socket", SimpleNamespace(socket=kind, SOL_SOCKET=0, SO_RCVLOWAT=0))
+    return partial(SlowSocket, clock), clock
+
+
+def test_partial_sends_go_on(slow_socket):
+    buffers = [np.random.default_rng(0).bytes(n) for n in (10, 1000, 3, 500, *[1] * 600)]
+    end = slow_socket[0](0.0, 7)
+    ServerChannel(end, 5.0).send(buffers)
+    assert end.sent == b"".join(buffers)
+
+
+@pytest.mark.parametrize("step_s", [1.25, 1.5, 4.5, 5.5])
+@pytest.mark.parametrize("use", [ServerChannel.read_count, lambda server: server.send([b"x", b"yz", b"w"])])
+def test_deadline_is_of_batch_or_answer(slow_socket, use, step_s):
+    """Each of them is four bytes. Slow bytes do not extend it, and neither does a stall near its end."""
+    make, clock = slow_socket
+    server = ServerChannel(make(step_s), 5.0)
+    if step_s > 1.25:
+        with pytest.raises(WireError, match=r"took (more than|nothing for) 5 s"):
+            use(server)
+        assert clock.now_s == pytest.approx(105.0)
+        return
+    for number in range(1, 4):
+        use(server)
+        assert clock.now_s == 100.0 + 5.0 * number
 
 
 def test_long_deletion_goes_on_later(local, opened, monkeypatch):
