@@ -6,20 +6,21 @@ counted and not timed. A busy machine changes neither.
 """
 
 import gc
-import importlib
 import random
 import resource
 import sys
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import count
 
 import numpy as np
 from servers import ValkeyServer
 from stores import MooncakeStore, MotoServer, Proxy, blocks, pause, put, resume, wait_for_reset
+from valkey import Valkey
 
 from kvcache import ReqContext, TierConfig, TieredOffloadingManager
+from kvcache.assembly.assemble import parse_tier
+from kvcache.tiers.mooncake import load_client
 
 BLOCK_BYTES = 1 << 16
 NUM_HOST = 96
@@ -35,8 +36,6 @@ _WARM_BLOCKS = 50
 _SLACK_STEPS = 100
 _LIMIT_S = 60.0
 _WORKING_PUTS = 32
-End = Callable[[], None]
-"""Ends a fault."""
 
 
 def key_of(chain, i):
@@ -77,11 +76,10 @@ class Traffic:
         A job that tries the tier as the fault ends may fail as late as `longest_job_s` after it.
         """
         before = self.counts()
-        end = fault()
-        fault_end_s = time.monotonic() + fault_s
-        self.run_until(lambda: time.monotonic() >= fault_end_s)
-        assert self.counts()[2] > before[2], "nothing broke"
-        end()
+        with fault:
+            fault_end_s = time.monotonic() + fault_s
+            # On a busy machine it takes longer until something breaks.
+            self.run_until(lambda: time.monotonic() >= fault_end_s and self.counts()[2] > before[2])
         since, due_s, num_late_steps = self.counts(), time.monotonic() + PAUSE_S + longest_job_s, 0
 
         def is_back():
@@ -181,27 +179,41 @@ def undisturbed():
         sys.setswitchinterval(interval_s)
 
 
-def spoiling(mode):
-    def fault(self):
-        self.proxy.set_mode(mode)
-        return lambda: self.proxy.set_mode("pass")
-
-    return fault
-
-
 class ProxyFaults:
-    """Faults of a proxy before a store; each returns a function that ends it."""
+    """A server behind a proxy, and what can happen to both: methods that break something, and repair it at their end.
 
-    cut = spoiling("cut")
-    garbage = spoiling("garbage")
-    half_open = spoiling("half-open")
-    swallowed = spoiling("swallow")
-    a_byte_a_second = spoiling("drip")
+    The names of the proxy's modes are faults, too.
+    """
 
+    # Further options of the tier; "PORT" stands for the proxy's.
+    OPTIONS = {}  # noqa: RUF012
+
+    def __init__(self, server, stack):
+        self._stack, self.server = stack, server
+        stack.callback(server.kill)
+        self.proxy = Proxy(server.port)
+        stack.callback(self.proxy.close)
+
+    def open_tier(self, host, **others):
+        options = {name: str(value).replace("PORT", str(self.proxy.port)) for name, value in self.OPTIONS.items()}
+        return parse_tier(options | others).make(host, {})
+
+    def begin(self, name):
+        """Return a fault as a context."""
+        return getattr(self, name)() if hasattr(self, name) else self._spoil(name)
+
+    @contextmanager
+    def _spoil(self, mode):
+        self.proxy.set_mode(mode)
+        yield
+        self.proxy.set_mode("pass")
+
+    @contextmanager
     def another_tenants_values(self):
         """Put a value of another tenant's in the place of each that this one may have."""
-        tiers = own, other = [self.open_tier(blocks(1, BLOCK_BYTES), salt) for salt in ("", "another tenant's")]
-        for tier in tiers:
+        host = blocks(1, BLOCK_BYTES)
+        own, other = self.open_tier(host, timeout_s=20), self.open_tier(host, timeout_s=20, salt="another tenant's")
+        for tier in (own, other):
             self._stack.callback(tier.shutdown)
             wait_for_reset(tier)
         seal = other._namespace.seal(other.store_name(b"a key"), bytes(BLOCK_BYTES))
@@ -209,48 +221,38 @@ class ProxyFaults:
         for name, is_held in zip(names, own.are_held(names), strict=True):
             if is_held:
                 put(own, name, seal)
-        return lambda: None
+        yield
 
-    def _stop(self, pid):
-        self._stack.callback(resume, pid)
+    @contextmanager
+    def stopped(self, pid=None):
+        pid = pid or self.server.pid
         pause(pid)
-
-        def end():
+        try:
+            yield
+        finally:
             resume(pid)
-            self._wait_until_it_works()
-
-        return end
+        self._wait_until_it_works()
 
     def _wait_until_it_works(self):
         """Return when the store has recovered, if it does not at once."""
 
 
 class ValkeyFaults(ProxyFaults):
-    """A server behind a proxy, and what can happen to both; each fault returns what ends it."""
-
     LONGEST_JOB_S = 0.4
-    NAMES = ("killed", "stopped", "cut", "garbage", "swallowed", "half_open", "a_byte_a_second")
+    OPTIONS = {"type": "valkey", "url": "valkey://127.0.0.1:PORT", "timeout_s": LONGEST_JOB_S}  # noqa: RUF012
+    NAMES = ("killed", "stopped", "cut", "garbage", "swallow", "half-open", "drip")
     NAMES += ("full", "evicting", "wrong_credentials", "another_tenants_values")
 
     def __init__(self, folder, stack):
-        self.server = ValkeyServer(folder)
-        self.server.start()
-        self.proxy = Proxy(self.server.port)
-        self._stack = stack
-        stack.callback(self.server.kill)
-        stack.callback(self.proxy.close)
+        server = ValkeyServer(folder)
+        server.start()
+        super().__init__(server, stack)
 
-    def open_tier(self, host, salt=""):
-        valkey = importlib.import_module("kvcache.tiers.valkey")
-        url = f"valkey://127.0.0.1:{self.proxy.port}"
-        return valkey.ValkeyTier(valkey.ValkeyOptions(url=url, salt=salt, timeout_s=self.LONGEST_JOB_S), host)
-
+    @contextmanager
     def killed(self):
         self.server.kill()
-        return self.server.start
-
-    def stopped(self):
-        return self._stop(self.server.pid)
+        yield
+        self.server.start()
 
     def full(self):
         return self._limit_memory("noeviction", 1.0)
@@ -258,118 +260,88 @@ class ValkeyFaults(ProxyFaults):
     def evicting(self):
         return self._limit_memory("allkeys-random", 0.7)
 
+    @contextmanager
     def wrong_credentials(self):
-        client = self._client()
-        client.config_set("requirepass", "sesame")
-        # Who is connected would stay so.
-        client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-        return lambda: client.config_set("requirepass", "")
+        with Valkey(port=self.server.port) as client:
+            client.config_set("requirepass", "sesame")
+            # Who is connected would stay so.
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            yield
+            client.config_set("requirepass", "")
 
-    def _client(self):
-        return self._stack.enter_context(importlib.import_module("valkey").Valkey(port=self.server.port))
-
+    @contextmanager
     def _limit_memory(self, policy, share):
-        client = self._client()
-        client.config_set("maxmemory-policy", policy)
-        client.config_set("maxmemory", int(share * client.info("memory")["used_memory"]))
-        return lambda: client.config_set("maxmemory", 0)
+        with Valkey(port=self.server.port) as client:
+            client.config_set("maxmemory-policy", policy)
+            client.config_set("maxmemory", int(share * client.info("memory")["used_memory"]))
+            yield
+            client.config_set("maxmemory", 0)
 
 
 class S3Faults(ProxyFaults):
-    """moto behind a proxy, and what can happen to both; each fault returns what ends it."""
-
     # A request and another try.
     LONGEST_JOB_S = 1.0
-    NAMES = ("stopped", "cut", "garbage", "swallowed", "half_open", "a_byte_a_second", "bucket_removed")
-    NAMES += ("another_tenants_values",)
+    OPTIONS = {"type": "s3", "bucket": "blocks", "endpoint": "http://127.0.0.1:PORT", "timeout_s": 0.4}  # noqa: RUF012
+    NAMES = ("stopped", "cut", "garbage", "swallow", "half-open", "drip", "bucket_removed", "another_tenants_values")
 
     def __init__(self, folder, stack):
-        self.server = MotoServer("blocks")
-        stack.callback(self.server.kill)
-        self.proxy = Proxy(self.server.port)
-        stack.callback(self.proxy.close)
-        self._stack = stack
+        super().__init__(MotoServer("blocks"), stack)
 
-    def open_tier(self, host, salt=""):
-        s3 = importlib.import_module("kvcache.tiers.s3")
-        endpoint = f"http://127.0.0.1:{self.proxy.port}"
-        return s3.S3Tier(s3.S3Options(bucket="blocks", endpoint=endpoint, salt=salt, timeout_s=0.4), host)
-
-    def stopped(self):
-        return self._stop(self.server.pid)
-
+    @contextmanager
     def bucket_removed(self):
         self.server.remove_bucket()
-        return self.server.make_bucket
+        yield
+        self.server.make_bucket()
 
 
 class MooncakeFaults(ProxyFaults):
-    """A master behind a proxy and a node, and what can happen to them; each fault returns what ends it."""
+    """The server is a master; a node lends it memory."""
 
-    # The first tier of a process sets the time limits of all clients.
-    TIMEOUT_S = 1.0
     # For the master and then for the node.
     LONGEST_JOB_S = 3.0
-    NAMES = ("master_killed", "master_stopped", "node_stopped", "cut", "garbage", "half_open", "a_byte_a_second")
+    # The first tier of a process sets the time limits of all clients.
+    OPTIONS = {"type": "mooncake", "master": "127.0.0.1:PORT", "timeout_s": 1.0}  # noqa: RUF012
+    NAMES = ("master_killed", "stopped", "node_stopped", "cut", "garbage", "half-open", "drip")
     # It takes a master ten seconds to give up a node, and until then no client can use the store.
     NAMES += ("full", "another_tenants_values", "node_killed")
 
     def __init__(self, folder, stack):
-        self.store = MooncakeStore(folder)
-        stack.callback(self.store.close)
-        self.node = self.store.start_node("256MB")
-        self.proxy = Proxy(self.store.port)
-        stack.callback(self.proxy.close)
-        self._stack = stack
-        self._client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-        self._module = importlib.import_module("kvcache.tiers.mooncake")
+        super().__init__(MooncakeStore(folder), stack)
+        self.node = self.server.start_node("256MB")
         # Sets the client's time limits.
-        self._module.load_client(self.TIMEOUT_S)
-        assert self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 24, "tcp", "", self.store.master) == 0
+        self._native = load_client(self.OPTIONS["timeout_s"])
+        self._client = self._native.MooncakeDistributedStore()
+        assert self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 24, "tcp", "", self.server.master) == 0
         self._wait_until_it_works()
 
-    def open_tier(self, host, salt=""):
-        master = f"127.0.0.1:{self.proxy.port}"
-        options = self._module.MooncakeOptions(master=master, salt=salt, timeout_s=self.TIMEOUT_S)
-        return self._module.MooncakeTier(options, host)
-
+    @contextmanager
     def master_killed(self):
-        self.store.kill_master()
-
-        def end():
-            self.store.start_master()
-            self._wait_until_it_works()
-
-        return end
-
-    def master_stopped(self):
-        return self._stop(self.store.process.pid)
+        self.server.kill_master()
+        yield
+        self.server.start_master()
+        self._wait_until_it_works()
 
     def node_stopped(self):
-        return self._stop(self.node.pid)
+        return self.stopped(self.node.pid)
 
+    @contextmanager
     def node_killed(self):
         self.node.kill()
+        yield
+        self.node = self.server.start_node("256MB")
+        self._wait_until_it_works()
 
-        def end():
-            self.node = self.store.start_node("256MB")
-            self._wait_until_it_works()
-
-        return end
-
+    @contextmanager
     def full(self):
         """Fill the store with pinned values."""
-        config = importlib.import_module("mooncake.store").ReplicateConfig()
+        config = self._native.ReplicateConfig()
         config.with_hard_pin = True
         value, names = bytes(4 << 20), [f"other {i}" for i in range(100)]
         taken = [name for name in names if self._client.put(name, value, config) == 0]
         assert len(taken) < len(names)
-
-        def end():
-            for name in taken:
-                assert self._client.remove(name, True) == 0
-
-        return end
+        yield
+        for name in taken:
+            assert self._client.remove(name, True) == 0
 
     def _wait_until_it_works(self):
         """Return when a client of its own can store on any node.

@@ -51,6 +51,7 @@ class MooncakeStore:
             "-enable_metric_reporting=false",
             "-default_kv_lease_ttl=200",
         )
+        self.pid = self.process.pid
         wait_for_port(self.port)
 
     def start_node(self, size="64MB"):
@@ -89,6 +90,8 @@ class MooncakeStore:
             process.kill()
             process.wait()
         self._log.close()
+
+    kill = close
 
 
 def set_credentials(monkeypatch):

@@ -34,7 +34,7 @@ def test_fault_under_load(tmp_path, stack, monkeypatch, kind, name):
     stack.callback(traffic.manager.shutdown)
     with undisturbed():
         traffic.warm_up()
-        traffic.run_through(getattr(faults, name), FAULT_S, faults.LONGEST_JOB_S)
+        traffic.run_through(faults.begin(name), FAULT_S, faults.LONGEST_JOB_S)
     traffic.check()
 
 
