@@ -101,61 +101,35 @@ def test_overlong_socket_path_is_named(run, tmp_path, monkeypatch):
     assert f"{folder}/s: AF_UNIX path too long" in text
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda one: one[0])
-@pytest.mark.parametrize(
-    "answer",
-    [b"", b"SSH-2.0-OpenSSH\r\n", b"\xff\xfe", b"[]\n", b'{"ok": true', b'{"ok": false}\n', b"[" * 5000, b"x" * 70_000],
-    ids=range(8),
-)
-def test_foreign_answer_names_the_path(run, sockets, command, answer, monkeypatch):
+NO_ANSWERS = [b"", b"SSH-2.0-OpenSSH\r\n", b"\xff\xfe", b"[]\n", b'{"ok": true', b'{"ok": false}\n', b"[" * 5000]
+NO_ANSWERS += [b"x" * 70_000]
+NO_STATUS = [
+    *(None, 5, [], {}, {"labels": {}, "parts": None}, {"labels": [], "parts": []}),
+    {"labels": {}, "parts": [{"name": "manager", "labels": {}}]},
+    {"labels": {}, "parts": [{"name": "manager", "labels": {}, "stats": 7}]},
+    {"labels": {}, "parts": [{"name": "manager", "labels": {}, "stats": {"a": {"bounds": [1], "counts": "x"}}}]},
+]
+NO_SAMPLES = [
+    {"time_s": 1, "labels": {}, "samples": [["a", "counter", {}, 10**400]]},
+    {"time_s": float("nan"), "labels": {}, "samples": []},
+    {"time_s": 10**400, "labels": {}, "samples": []},
+    {"time_s": 1, "labels": {}, "samples": [["a", "counter", []]]},
+]
+FOREIGN = [
+    *((command, answer, "answer") for command in COMMANDS for answer in NO_ANSWERS),
+    *((("status", *more), result(value), "status") for more in ((), ("--json",)) for value in NO_STATUS),
+    *((TOP, result(samples), "samples") for samples in NO_SAMPLES),
+]
+
+
+@pytest.mark.parametrize(("command", "answer", "lacking"), FOREIGN, ids=range(len(FOREIGN)))
+def test_foreign_answer_names_the_path(run, sockets, command, answer, lacking, monkeypatch):
     monkeypatch.setattr(status_module, "MAX_ANSWER_BYTES", 65_536)
     path = sockets / "s"
     with engine_answering(path, {"status": answer, "samples": answer}):
         code, out, text = run(*command, "--socket", path)
     assert (code, out) == (2, "")
-    assert f"{path} gave no answer of a kvcache engine" in text
-
-
-@pytest.mark.parametrize("arguments", [(), ("--json",)])
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        5,
-        [],
-        {},
-        {"labels": {}, "parts": None},
-        {"labels": [], "parts": []},
-        {"labels": {}, "parts": [{"name": "manager", "labels": {}}]},
-        {"labels": {}, "parts": [{"name": "manager", "labels": {}, "stats": 7}]},
-        {"labels": {}, "parts": [{"name": "manager", "labels": {}, "stats": {"a": {"bounds": [1], "counts": "x"}}}]},
-    ],
-    ids=range(9),
-)
-def test_status_of_other_shape_names_path(run, sockets, value, arguments):
-    path = sockets / "s"
-    with engine_answering(path, {"status": result(value)}):
-        code, out, text = run("status", "--socket", path, *arguments)
-    assert (code, out) == (2, "")
-    assert f"{path} gave no status of a kvcache engine" in text
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [
-        {"time_s": 1, "labels": {}, "samples": [["a", "counter", {}, 10**400]]},
-        {"time_s": float("nan"), "labels": {}, "samples": []},
-        {"time_s": 10**400, "labels": {}, "samples": []},
-        {"time_s": 1, "labels": {}, "samples": [["a", "counter", []]]},
-    ],
-    ids=range(4),
-)
-def test_samples_without_numbers_name_the_path(run, sockets, samples):
-    path = sockets / "s"
-    with engine_answering(path, {"samples": result(samples)}):
-        code, out, text = run(*TOP, "--socket", path)
-    assert (code, out) == (2, "")
-    assert f"{path} gave no samples of a kvcache engine" in text
+    assert f"{path} gave no {lacking} of a kvcache engine" in text
 
 
 def test_engine_text_never_steers_the_terminal(run, sockets):
