@@ -5,11 +5,11 @@ Engines run on a simulated clock, in steps of five minutes. Prometheus gets the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 from engine import Engine
+from servers import free_port
+from waiting import wait_until
 
 from kvcache import DiskTier, ReqContext, TierConfig, TieredOffloadingManager
 from kvcache.control.telemetry import Telemetry
@@ -293,20 +295,18 @@ class Prometheus:
         made = ["promtool", "tsdb", "create-blocks-from", "openmetrics", "samples.txt", "data"]
         subprocess.run(made, cwd=folder, check=True, capture_output=True)
         (folder / "prometheus.yml").write_text("global: {}\n", encoding="utf-8")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
-        self.url = f"http://{address}"
-        with (folder / "log").open("wb") as log:
+        address = f"127.0.0.1:{free_port()}"
+        self.url, self.log = f"http://{address}", folder / "log"
+        with self.log.open("wb") as log:
             options = ["--config.file=prometheus.yml", "--storage.tsdb.path=data", f"--web.listen-address={address}"]
             self.process = subprocess.Popen(["prometheus", *options], cwd=folder, stderr=log)
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.url}/-/ready", timeout=5).close()
-                return
-            except OSError:
-                assert self.process.poll() is None, (folder / "log").read_text(encoding="utf-8")
-                time.sleep(0.05)
+        wait_until(self.is_ready)
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text(encoding="utf-8")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready", timeout=5):
+            return True
+        return False
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
         query = urllib.parse.urlencode({"query": expression, "time": self.end_s})
