@@ -31,6 +31,7 @@ BAD = [
     ("demo --blocks 1073741824", "--blocks must be less than 2**30 blocks (65536 bytes each), got '1073741824'"),
     ("demo --policy lru,arc", "--policy must name one policy, got 'lru,arc': kvcache plan FILE compares several"),
     ("demo --policy min", "--policy min is the optimum of a trace: kvcache plan FILE --policy min"),
+    ("demo --what-if", "--what-if was removed: use 'record', and `kvcache plan` on the recording"),
     ("demo --block-bytes 100", "block_bytes must be a multiple of 8, got 100"),
     ("demo --memory 900TiB --block-bytes 1GiB", "a pool of 989560464998400 bytes (921600.0 GiB) does not fit into"),
     ("fleet TRACE --engines 2 --router best", "--router must be of round_robin, prefix, events, known, got 'best'"),
@@ -115,6 +116,13 @@ BAD = [
     ("replay TRACE --tier x:y", "--tier must be bytes >= 1 or a size"),
     ("replay TRACE --json missing/out.json", "--json cannot be written: 'missing/out.json': No such file or directory"),
     ("replay TRACE --blocks 536870912 --model llama-3.1-8b", "a pool of ... bytes ... ; --no-data needs none"),
+    *((f"tier {name} .", " ... is no disk tier") for name in ("inspect", "verify", "compact")),
+    *(
+        (f"tier {name} valkey://user:secret@127.0.0.1:1", " ... must be the folder of a disk tier, not a URL")
+        for name in ("inspect", "verify", "compact")
+    ),
+    ("tier clear missing --yes", " ... must be"),
+    ("tier clear . --yes --cluster", " ... need the URL of a server"),
     ("top --url http://x", "--url was removed: use `curl http://x`, or the dashboard"),
     ("top --interval 0 --once", "--interval must be 0.1 to 3600 seconds"),
     (
@@ -142,6 +150,7 @@ def test_command_with_bad_option_writes_nothing(run, write_trace, line, message,
     status, _, err = run(*shlex.split(line.replace("TRACE", str(trace))))
     assert status == 2
     assert "Traceback" not in err
+    assert "secret" not in err
     (error,) = [one for one in err.splitlines() if "error" in one]
     beginning, *rest = message.split(" ... ")
     assert error.startswith(f"kvcache: error: {beginning}")

@@ -66,14 +66,6 @@ def test_gate_stores_blocks_offered_often_enough(run_json, trace):
     assert (document["store_threshold"], document["stored_blocks"], document["hit_blocks"]) == (2, 2, 2)
 
 
-def test_removed_flag_names_what_replaces(run):
-    assert run("demo", "--what-if") == (
-        2,
-        "",
-        "kvcache: error: --what-if was removed: use 'record', and `kvcache plan` on the recording\n",
-    )
-
-
 def test_skipped_bad_lines_are_counted(run, run_json, trace):
     with trace.open("a") as file:
         file.write('{"timestamp": 1}\n')

@@ -76,11 +76,6 @@ def test_check_names_missing_packages_with_extra(monkeypatch):
         assert f"pip install 'kvcache[{extra}]', or in a checkout: pip install '.[{extra}]'" in found
 
 
-def test_check_continues_behind_wrong_spec_name():
-    findings = check_config({"num_cpu_blocks": 8, "spec_name": "teiring", "exporters": ["status"]}, block_bytes=1)
-    assert [finding.subject for finding in findings][:2] == ["options", "pool"]
-
-
 def test_room_is_checked_with_tiers_only(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     given = tiered(disk(tmp_path / "tier"), num_cpu_blocks=1, pool_folder=str(tmp_path))

@@ -103,15 +103,6 @@ def test_compact_without_capacity_frees_unused_space(run, folder):
     assert run("tier", "verify", folder)[0] == 0
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "compact"])
-def test_target_without_disk_tier_is_named(run, tmp_path, command):
-    url = "valkey://user:secret@127.0.0.1:1"
-    for target, message in ((tmp_path, "is no disk tier"), (url, "must be the folder of a disk tier, not a URL")):
-        status, _, err = run("tier", command, target)
-        assert (status, err.count("\n"), message in err) == (2, 1, True), err
-        assert "secret" not in err
-
-
 def test_clear_deletes_blocks_of_any_format(run_json, folder):
     (folder / "kvcache.json").write_text('{"format": "kvcache disk tier", "version": 99}')
     assert run_json("tier", "clear", folder, "--yes")["bytes"] > 0
@@ -129,13 +120,8 @@ def test_clear_without_a_yes_deletes_nothing(run, run_json, folder, monkeypatch)
 
 def test_clear_refuses_foreign_folders(run, folder, tmp_path):
     (folder / "notes.txt").touch()
-    for target, option, message in (
-        (folder, "--yes", "it also holds notes.txt"),
-        (tmp_path, "--yes", "it has no kvcache.json, but tier"),
-        ("missing", "--yes", "must be"),
-        (folder, "--cluster", "need the URL of a server"),
-    ):
-        status, _, err = run("tier", "clear", target, option)
+    for target, message in ((folder, "it also holds notes.txt"), (tmp_path, "it has no kvcache.json, but tier")):
+        status, _, err = run("tier", "clear", target, "--yes")
         assert (status, message in err) == (2, True), err
     assert (folder / "data").exists()
 
