@@ -299,7 +299,7 @@ def payload(key, num_bytes):
 
 def store(tier, keys, job_id=1):
     """Store blocks whose bytes follow from their keys."""
-    for row, key in zip(tier.host_rows, keys, strict=False):
+    for row, key in zip(tier._pool, keys, strict=False):
         row[:] = payload(key, len(row))
     return store_as_is(tier, keys, job_id)
 
@@ -315,7 +315,7 @@ def store_until_done(tier, keys):
 
 def load(tier, keys, job_id=2):
     """Load blocks; every one that is said to be right is compared."""
-    host = tier.host_rows
+    host = tier._pool
     host[:] = 0
     result = load_as_is(tier, keys, job_id)
     for i, key in enumerate(keys):

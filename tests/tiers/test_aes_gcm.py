@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from local_stores import LocalS3, LocalValkey
-from stores import found, load_as_is, payload, set_credentials, store_as_is
+from stores import found, load, load_as_is, set_credentials, store, store_as_is
 
 from kvcache.assembly.assemble import parse_tier
 from kvcache.testing.tier_contract import TierContract
@@ -70,27 +70,10 @@ def test_changed_code_is_refused():
         codec.decode_named(b"another name", memoryview(code), block)
 
 
-class Engine:
-    """A configured tier with the codec, and the payload of each key in its pool."""
-
-    def __init__(self, place, fingerprint=None, **codec):
-        self.host = np.zeros((len(KEYS), BLOCK_BYTES), np.uint8)
-        entry = place | {"codec": {"type": "aes_gcm", **codec}}
-        self.tier = parse_tier(entry).make(self.host, fingerprint or {"model": "m"})
-
-    def store(self, keys, job_id=1):
-        for row, key in zip(self.host, keys, strict=False):
-            row[:] = payload(key, BLOCK_BYTES)
-        return store_as_is(self.tier, keys, job_id)
-
-    def load(self, keys, job_id=2):
-        """Load keys, and return those whose bytes are right; wrong ones must not be reported."""
-        self.host[:] = 0
-        result = load_as_is(self.tier, keys, job_id)
-        assert result.error == ""
-        for row, key in zip(self.host, keys, strict=False):
-            assert key not in result.done or (row == payload(key, BLOCK_BYTES)).all()
-        return result.done
+def make_tier(place, fingerprint=None, **codec):
+    """Return a configured tier with the codec."""
+    entry = place | {"codec": {"type": "aes_gcm", **codec}}
+    return parse_tier(entry).make(np.zeros((len(KEYS), BLOCK_BYTES), np.uint8), fingerprint or {"model": "m"})
 
 
 @pytest.fixture(params=["disk", "valkey", "s3"])
@@ -113,58 +96,57 @@ def place(server, tmp_path):
 
 @pytest.fixture
 def start(place, opened):
-    """Start an engine; an earlier one on a disk ends."""
+    """Start a tier; an earlier one on a disk ends."""
 
     def start_one(**options):
         for tier in opened if place["type"] == "disk" else ():
             tier.shutdown()
-        engine = Engine(place, **options)
-        opened.append(engine.tier)
-        return engine
+        opened.append(make_tier(place, **options))
+        return opened[-1]
 
     return start_one
 
 
 def test_undecodable_blocks_are_overwritten(start, place, server, monkeypatch):
     """A retired key, and one id with other bytes: blocks heal at the next start, and no name is ever deleted."""
-    assert sorted(start().store(KEYS).done) == KEYS
+    assert sorted(store(start(), KEYS).done) == KEYS
     for line in (NEW, f"new-2026.1 {'1f' * 32}"):
         monkeypatch.setenv(KEYS_VARIABLE, line)
-        engine = start()
-        assert (found(engine.tier, KEYS), engine.load(KEYS)) == (len(KEYS), [])
-        assert (engine.tier.stats().corrupt_blocks, engine.tier.stats().loaded_blocks) == (len(KEYS), 0)
-        result = engine.store(KEYS, 3)
+        tier = start()
+        assert (found(tier, KEYS), load(tier, KEYS).done) == (len(KEYS), [])
+        assert (tier.stats().corrupt_blocks, tier.stats().loaded_blocks) == (len(KEYS), 0)
+        result = store(tier, KEYS, 3)
         assert (sorted(result.done), result.failed) == (KEYS, [])
-        assert (engine.load(KEYS, 4), start().load(KEYS)) == (KEYS, KEYS)
+        assert (load(tier, KEYS, 4).done, load(start(), KEYS).done) == (KEYS, KEYS)
     # Blocks that it can decode are not sent again.
     if place["type"] != "disk":
-        assert (engine.store(KEYS, 5).done, engine.tier.stats().stored_blocks) == ([], len(KEYS))
+        assert (store(tier, KEYS, 5).done, tier.stats().stored_blocks) == ([], len(KEYS))
         assert (server.calls["DELETE"], server.calls[b"UNLINK"]) == (0, 0)
 
 
 def test_rotation_keeps_blocks(start, monkeypatch):
-    start().store(KEYS[:4])
+    store(start(), KEYS[:4])
     # The new key is known everywhere before any engine encrypts with it.
     for lines in (f"{OLD}\n{NEW}\n", f"{NEW}, {OLD}"):
         monkeypatch.setenv(KEYS_VARIABLE, lines)
-        engine = start()
-        assert engine.load(KEYS[:4]) == KEYS[:4]
-    engine.store(KEYS[4:])
+        tier = start()
+        assert load(tier, KEYS[:4]).done == KEYS[:4]
+    store(tier, KEYS[4:])
     monkeypatch.setenv(KEYS_VARIABLE, NEW)
-    assert start().load(KEYS) == KEYS[4:]
+    assert load(start(), KEYS).done == KEYS[4:]
 
 
 @pytest.mark.parametrize("inner", [{"type": "zstd", "share": 1.0}, {"type": "fp8", "dtype": "bfloat16"}])
 def test_inner_codec_is_encrypted(start, inner):
-    engine = start(codec=inner)
-    engine.host[:] = np.arange(BLOCK_BYTES, dtype=np.uint8) // 16
-    expected = engine.host.copy()
-    assert sorted(store_as_is(engine.tier, KEYS).done) == KEYS
-    engine.host[:] = 0
-    assert load_as_is(engine.tier, KEYS).done == KEYS
+    tier = start(codec=inner)
+    tier._pool[:] = np.arange(BLOCK_BYTES, dtype=np.uint8) // 16
+    expected = tier._pool.copy()
+    assert sorted(store_as_is(tier, KEYS).done) == KEYS
+    tier._pool[:] = 0
+    assert load_as_is(tier, KEYS).done == KEYS
     if inner["type"] == "zstd":
-        assert (engine.host == expected).all()
-        assert engine.tier.stats().code_bytes < engine.tier.stats().raw_bytes / 2
+        assert (tier._pool == expected).all()
+        assert tier.stats().code_bytes < tier.stats().raw_bytes / 2
 
 
 def test_stored_row_tells_nothing_of_block():
@@ -184,24 +166,22 @@ def test_stored_row_tells_nothing_of_block():
 def test_moved_or_changed_value_is_refused(opened):
     """Who may write to the store makes valid seals without a salt, and cannot make a code."""
     server = LocalValkey()
-    place = {"type": "valkey", "url": server.url}
-    engines = [Engine(place, {"model": name}) for name in ("m", "other")]
-    opened += [engine.tier for engine in engines]
-    engine, other = engines
-    for one in engines:
-        one.store(KEYS[:4])
-    rows = {key: server.values[engine.tier.store_name(key)][16:] for key in KEYS[:4]}
+    tier, other = tiers = [make_tier({"type": "valkey", "url": server.url}, {"model": name}) for name in ("m", "other")]
+    opened += tiers
+    for each in tiers:
+        store(each, KEYS[:4])
+    rows = {key: server.values[tier.store_name(key)][16:] for key in KEYS[:4]}
     moved = {
         KEYS[0]: rows[KEYS[1]],
-        KEYS[1]: server.values[other.tier.store_name(KEYS[1])][16:],
+        KEYS[1]: server.values[other.store_name(KEYS[1])][16:],
         KEYS[2]: rows[KEYS[2]][:100] + bytes([rows[KEYS[2]][100] ^ 1]) + rows[KEYS[2]][101:],
         KEYS[3]: rows[KEYS[3]],
     }
     for key, row in moved.items():
-        name = engine.tier.store_name(key)
-        server.values[name] = engine.tier._namespace.seal(name, row) + row
-    assert engine.load(KEYS[:4]) == [KEYS[3]]
-    assert engine.tier.stats().corrupt_blocks == 3
+        name = tier.store_name(key)
+        server.values[name] = tier._namespace.seal(name, row) + row
+    assert load(tier, KEYS[:4]).done == [KEYS[3]]
+    assert tier.stats().corrupt_blocks == 3
     server.kill()
 
 
