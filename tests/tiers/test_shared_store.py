@@ -138,41 +138,31 @@ def test_salt_separates_epochs_of_one_version(open_engine, values):
     assert len({engine.epoch for engine in engines}) == 2
 
 
-def test_store_overtaken_by_reset_is_refused(open_engine, values, monkeypatch):
+@pytest.mark.parametrize("step", ["_join_epoch", "put_values"])
+def test_store_overtaken_by_reset_is_refused(open_engine, values, monkeypatch, step):
+    """An old block gets no new name. The reset has deleted the old names before the block is written under one."""
     engine, other = open_engine(), open_engine()
     store(other, KEYS[2:3])
     reset_all([engine], None)
-    put_values = DictStoreTier.put_values
+    method, delete_values, old, deleted = getattr(DictStoreTier, step), DictStoreTier.delete_values, engine.epoch, []
 
-    def reset_and_put(self, names, batch, seal):
-        old = self.epoch
-        self.reset(8)
-        # The reset has deleted the old names before these are written.
-        until(lambda: self.epoch != old)
-        assert self._life.maintain(60)
-        outcomes = put_values(self, names, batch, seal)
-        assert set(names) <= values.keys()
-        return outcomes
-
-    monkeypatch.setattr(DictStoreTier, "put_values", reset_and_put)
-    result = store(engine, KEYS[:2])
-    assert (result.done, sorted(result.failed)) == ([], KEYS[:2])
-    wait_for_reset(engine)
-    assert list(values) == [engine.epoch_name, other.store_name(KEYS[2])]
-
-
-def test_old_block_gets_no_new_name(open_engine, monkeypatch):
-    engine = open_engine()
-    old, put = engine.epoch, []
-
-    def reset_first(self):
-        if self.epoch == old and not self.generation:
+    def reset_first(self, *args):
+        if self.epoch == old:
             self.reset(8)
             until(lambda: self.epoch != old)
+            assert self._life.maintain(60)
+        return method(self, *args)
 
-    monkeypatch.setattr(DictStoreTier, "_join_epoch", reset_first)
-    monkeypatch.setattr(DictStoreTier, "put_values", lambda *args: put.append(args))
-    assert (sorted(store(engine, KEYS[:2]).failed), put) == (KEYS[:2], [])
+    def delete(self, names):
+        deleted.extend(name in values for name in names)
+        delete_values(self, names)
+
+    monkeypatch.setattr(DictStoreTier, step, reset_first)
+    monkeypatch.setattr(DictStoreTier, "delete_values", delete)
+    result = store(engine, KEYS[:2])
+    assert (result.done, sorted(result.failed), deleted) == ([], KEYS[:2], [True] * (2 * (step == "put_values")))
+    wait_for_reset(engine)
+    assert list(values) == [engine.epoch_name, other.store_name(KEYS[2])]
 
 
 @pytest.mark.parametrize("error", [OSError, PermissionError, ValueError, MemoryError])

@@ -200,6 +200,11 @@ STARTS = {
         *((kind, b"-NOPERM no permissions\r\n", "no permissions", True) for kind in ("GET", "SET", "TOUCH", "UNLINK")),
         ("SET", b"-OOM command not allowed\r\n", "command not allowed", True),
     ],
+    "cluster": [
+        ("CLUSTER", b"-ERR This instance has cluster support disabled\r\n", "127.0.0.1:", True),
+        ("CLUSTER", b"*0\r\n", "127.0.0.1:", True),
+        (None, b"-WRONGPASS invalid username-password pair\r\n", "refuses the credentials", False),
+    ],
     "s3": [
         (None, refusing(403, "InvalidAccessKeyId"), "InvalidAccessKeyId", False),
         (None, refusing(401, "AccessDenied"), "AccessDenied", False),
