@@ -25,6 +25,7 @@ BINS, CLASSES = range(NUM_BINS), range(FIRST_SHARED + NUM_SHARED)
 
 Cell = tuple[int, int]
 Row = tuple[int, ...]  # a count or a chance for each bin
+Parts = tuple[tuple[int, int, int], ...]
 Victims = list[tuple[bytes, BlockStatus]]
 
 
@@ -98,8 +99,9 @@ class ReferenceGittins(CachePolicy):
         self.num_again = 0  # uses of keys 4 to 16 s after their previous use, halved at times
         self.num_shared = 0  # of these, uses of widely shared keys
         self.splits_shared = False
-        # By class: expected uses and time of a block that was just used, while it is worth its value.
-        self.first = [(0, 0) for _ in CLASSES]
+        # By class: of successive ages, the expected uses and time, and the probability of growing older.
+        self.parts: list[Parts] = [() for _ in CLASSES]
+        self.value = [[0] * NUM_BINS for _ in CLASSES]
         self._forget_counts()
         # Incremented by `clear`, to invalidate the groups that open requests refer to.
         self.era = object()
@@ -463,22 +465,22 @@ class ReferenceGittins(CachePolicy):
         for num_hit, num_sur in zip(hits, survivals, strict=True):
             chance = ((num_hit << 16) + 2048 * chance) // (num_hit + num_sur + 2048)
             chances.append(chance)
-        self.value = []
         for cls in CLASSES:
             is_shared, is_end = cls >= FIRST_SHARED, cls // CLASSES_PER_HINT == NEXT_USES.index("end")
             prior = 0 if is_end else 65536 if is_shared or cls % 2 else 32768
-            # A late hint moves keys to the class of another hint, with the expected uses and time of such a block.
-            targets = tuple(self.first[CLASSES_PER_HINT * hint + cls % CLASSES_PER_HINT] for hint in range(2, 4))
-            values, self.first[cls] = values_of(
+            # A late hint moves keys to the class of another hint.
+            soon, later = (self.parts[CLASSES_PER_HINT * hint + cls % CLASSES_PER_HINT] for hint in range(2, 4))
+            are_moved = any(map(any, self.moved[cls]))
+            self.value[cls], self.parts[cls] = values_of(
                 tuple(self.hit[cls]),
                 tuple(self.sur[cls]),
                 tuple(map(tuple, self.moved[cls])),
                 tuple(chances),
                 prior,
                 self.prior_few if is_shared or is_end else self.prior,
-                targets if any(map(any, self.moved[cls])) else None,
+                ((), (), soon, later) if are_moved else (),
+                tuple(self.value[cls]) if are_moved else (),
             )
-            self.value.append(values)
 
 
 @lru_cache(maxsize=256)  # most classes are empty: they share their values
@@ -489,15 +491,15 @@ def values_of(
     chances: Row,
     prior: int,
     weight: int,
-    targets: tuple[tuple[int, int], ...] | None,
-) -> tuple[list[int], tuple[int, int]]:
-    """Return the value of each bin of a class, and the expected uses and time of a block that was just used."""
+    targets: tuple[Parts, ...],
+    before: Row,
+) -> tuple[list[int], Parts]:
+    """Return the value of each bin of a class, and its parts. `before`: the values in the table before."""
     counts = [hit[b] + sur[b] + sum(moved[b]) for b in BINS]
     expected = sum(counts[b] * chances[b] for b in BINS) >> 16
     factor = ((sum(hit) << 16) + 1024 * prior) // (expected + 1024)
     values = [0] * NUM_BINS
     stack: list[tuple[int, int, int]] = []
-    uses = time = 0
     for b in range(NUM_BINS - 1, -1, -1):
         guess = min(64512, (factor * chances[b]) >> 16)
         h = min(64512, ((hit[b] << 16) + weight * guess) // (counts[b] + weight))
@@ -505,10 +507,13 @@ def values_of(
         for hint, num_moved in enumerate(moved[b]):
             leaves = min(stays, (num_moved << 16) // (counts[b] + weight))
             stays -= leaves
-            if targets and NEXT_USES[hint] in ("soon", "later"):
-                target_uses, target_time = targets[hint - 2]
-                uses += leaves * target_uses >> 16
-                time += leaves * target_time >> 16
+            # In the class that they are moved to, keys stay while they are worth more than here.
+            for more_uses, more_time, still_stays in targets[hint] if leaves else ():
+                if (more_uses << 32) // more_time <= before[b]:
+                    break
+                uses += leaves * more_uses >> 16
+                time += leaves * more_time >> 16
+                leaves = leaves * still_stays >> 16
         while stack and stack[-1][0] * time > uses * stack[-1][1]:
             more_uses, more_time, still_stays = stack.pop()
             uses += stays * more_uses >> 16
@@ -516,7 +521,7 @@ def values_of(
             stays = stays * still_stays >> 16
         stack.append((uses, time, stays))
         values[b] = (uses << 32) // time
-    return values, (uses, time)
+    return values, tuple(reversed(stack))
 
 
 def _hinted(cls: int, request: RequestUses | None) -> int:

@@ -14,6 +14,14 @@ cdef enum:
     END_JUDGED = 7              # to here (16 s), exclusive
 
 
+# Successive ages of a class: the expected uses and time of a block that has reached them, both times 65,536, and the
+# probability that it grows older than they are.
+cdef struct Part:
+    int64_t uses
+    int64_t time
+    int64_t stays
+
+
 @cython.final
 cdef class ValueTable:
     cdef int32_t[NUM_BINS + 1] edges    # ages, in ticks of 2,048 ms, at which a bin begins
@@ -23,8 +31,8 @@ cdef class ValueTable:
     cdef int64_t total
     cdef int64_t[NUM_BINS] chances
     cdef int64_t[NUM_CELLS] value
-    cdef int64_t[NUM_CLASSES] first_uses    # of a block that was just used: expected uses while it is worth its value,
-    cdef int64_t[NUM_CLASSES] first_time    # and the expected time, both times 65,536
+    cdef Part[NUM_CELLS] parts          # of each class, from `first_part` to the end of its cells, by age
+    cdef int[NUM_CLASSES] first_part
     cdef int32_t[NUM_CELLS] ranked      # cells in the order of the table
     cdef int32_t[NUM_CELLS] rank_of
     cdef int num_ranked                 # number of cells of the classes in use

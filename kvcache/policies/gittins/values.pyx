@@ -148,15 +148,13 @@ cdef void _work_out(ValueTable values) noexcept nogil:
 cdef void _value_class(ValueTable values, int cls) noexcept nogil:
     cdef int64_t* hit = &values.hit[cls * NUM_BINS]
     cdef int64_t* sur = &values.sur[cls * NUM_BINS]
-    cdef int64_t[NUM_BINS] uses
-    cdef int64_t[NUM_BINS] time
-    cdef int64_t[NUM_BINS] stays
     cdef int64_t expected = 0, num_hit = 0, factor, guess, count, h, nu, de, s, leaves
     cdef bint is_end = cls // CLASSES_PER_HINT == END
     cdef int64_t weight = PRIOR_FEW if cls >= FIRST_SHARED or is_end else PRIOR
     # Until it is learned otherwise, no block is used after the hint `end`.
     cdef int64_t prior = 0 if is_end else 65536 if cls & 1 or cls >= FIRST_SHARED else 32768
-    cdef int b, hint, target, top = 0
+    cdef int b, hint, cell, end = (cls + 1) * NUM_BINS, top = end, part
+    cdef Part* parts = values.parts
     for b in range(NUM_BINS):
         expected += (hit[b] + sur[b] + _num_moved(values, cls * NUM_BINS + b)) * values.chances[b]
         num_hit += hit[b]
@@ -164,33 +162,35 @@ cdef void _value_class(ValueTable values, int cls) noexcept nogil:
     factor = ((num_hit << 16) + 1024 * prior) // (expected + 1024)
     # From the oldest bin to the newest: join a bin with older ones while waiting for them raises the uses per time.
     for b in range(NUM_BINS - 1, -1, -1):
+        cell = cls * NUM_BINS + b
         guess = min(MOST_CHANCE, (factor * values.chances[b]) >> 16)
-        count = hit[b] + sur[b] + _num_moved(values, cls * NUM_BINS + b) + weight
+        count = hit[b] + sur[b] + _num_moved(values, cell) + weight
         h = min(MOST_CHANCE, ((hit[b] << 16) + weight * guess) // count)
         nu = h
         de = (values.edges[b + 1] - values.edges[b]) * (65536 - h // 2)
         s = 65536 - h
-        # A late hint moves a part to another class, where it is used in the end; after `end`, it is not.
+        # A late hint moves a part to another class, where it stays while that is worth more than its last value here.
+        # After `end`, it is not used.
         for hint in range(END, NUM_HINTS):
-            if values.moved[(cls * NUM_BINS + b) * NUM_HINTS + hint] != 0:
-                leaves = min(s, (values.moved[(cls * NUM_BINS + b) * NUM_HINTS + hint] << 16) // count)
+            if values.moved[cell * NUM_HINTS + hint] != 0:
+                leaves = min(s, (values.moved[cell * NUM_HINTS + hint] << 16) // count)
                 s -= leaves
-                if hint != END:
-                    target = hint * CLASSES_PER_HINT + cls % CLASSES_PER_HINT
-                    nu += leaves * values.first_uses[target] >> 16
-                    de += leaves * values.first_time[target] >> 16
-        while top > 0 and uses[top - 1] * de > nu * time[top - 1]:
-            top -= 1
-            nu += s * uses[top] >> 16
-            de += s * time[top] >> 16
-            s = s * stays[top] >> 16
-        uses[top] = nu
-        time[top] = de
-        stays[top] = s
-        top += 1
-        values.value[cls * NUM_BINS + b] = (nu << 32) // de
-    values.first_uses[cls] = nu
-    values.first_time[cls] = de
+                part = values.first_part[hint * CLASSES_PER_HINT + cls % CLASSES_PER_HINT]
+                while (hint != END and part < (hint * CLASSES_PER_HINT + cls % CLASSES_PER_HINT + 1) * NUM_BINS
+                        and (parts[part].uses << 32) // parts[part].time > values.value[cell]):
+                    nu += leaves * parts[part].uses >> 16
+                    de += leaves * parts[part].time >> 16
+                    leaves = leaves * parts[part].stays >> 16
+                    part += 1
+        while top < end and parts[top].uses * de > nu * parts[top].time:
+            nu += s * parts[top].uses >> 16
+            de += s * parts[top].time >> 16
+            s = s * parts[top].stays >> 16
+            top += 1
+        top -= 1
+        parts[top] = Part(nu, de, s)
+        values.value[cell] = (nu << 32) // de
+    values.first_part[cls] = top
 
 
 cdef void _rank_cells(ValueTable values) noexcept nogil:
