@@ -26,9 +26,7 @@ from kvcache.transfer.free_memory import memory_left
 
 NOTES = frozenset({Op.CONTEXT, Op.POSITIONS, Op.GROUPS})
 """Records that prepare calls to come."""
-_LISTS = frozenset({
-    Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.COMPLETE_LOAD, Op.PREPARE_STORE, Op.COMPLETE_STORE, Op.DEMOTE
-})  # fmt: skip
+_LISTS = frozenset({Op.LOOKUP, Op.TOUCH, Op.PREPARE_LOAD, Op.COMPLETE_LOAD, Op.PREPARE_STORE, Op.COMPLETE_STORE})
 """Calls with a list of keys."""
 _EXPECTED_ERRORS = (ValueError, KeyError, BlockStateError, NotImplementedError)
 _COMPARED_UNITS = frozenset({"blocks", "calls", "requests"})
@@ -299,7 +297,7 @@ def _arguments(call: Call, context: Any) -> tuple[list[Any], dict[str, Any]]:
             return [call.flag - 1] if call.flag else [], {}
         case Op.ON_SCHEDULE_END | Op.RESET_CACHE:
             return [], {}
-        case op if op in ONE_KEY | _LISTS:
+        case op if op in ONE_KEY | _LISTS | {Op.DEMOTE}:
             return [keys, context], {}
     raise RecordingError(f"record {call.number} is a call that this kvcache cannot make: {call.op}")
 
