@@ -152,7 +152,8 @@ class Promotion:
             # Once a step: a client may ask again and again.
             self._has_counted, unused = True, list(self._unused)
             self._unused = {key for key, state in zip(unused, self._pool.states(unused), strict=True) if state}
-        absent = list(compress(keys, map(not_, self._pool.states(keys))))
+        states = self._pool.states(keys)
+        absent = list(compress(keys, map(not_, states)))
         num_free = self._pool.num_free
         limit = max(num_free, min(self._pool.num_blocks // _PREFETCH_SHARE, _MAX_UNUSED) - len(self._unused))
         if not absent or limit <= 0:
@@ -165,7 +166,11 @@ class Promotion:
             return "deferred" if ask_again else "missing"
         request = PendingRequest(ReqContext("prefetch"), math.inf, dict(zip(absent, holders, strict=False)))
         batch = self._next_batch(request, MAX_STEP_BLOCKS, now_s)
+        # They are used together: none may make room for another.
+        kept = list(compress(keys, map(int(READY).__eq__, states))) if len(batch) > num_free else []
+        self._pool.pin(kept, is_move=True)
         self._promote(request, batch, now_s)
+        self._pool.unpin(kept)
         coming = [key for key in batch if key in self._job_of]
         self._unused.update(coming[num_free:])
         if ask_again or len(coming) < len(holders) or len(holders) == _PREFETCH_STEP < min(limit, len(absent)):

@@ -121,6 +121,18 @@ def test_end_of_hashes_evicts_them_first(policy):
     assert bench.states(A, B, C) == [READY, READY, ABSENT]
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc", "gittins"])
+def test_prefetch_evicts_none_of_its_own(policy):
+    bench = Bench(policy)
+    keys = [b"own%d" % number + bytes(4) for number in range(8)]
+    bench.run(*keys, params=SHORT)
+    bench.run(*(b"y%d" % number for number in range(NUM_BLOCKS - 6)))
+    assert bench.states(*keys).count(ABSENT) == 2
+    assert bench.board.ask(action("kv.prefetch", session_id="s")) == ["accepted"]
+    bench.settle()
+    assert bench.states(*keys) == [READY] * 8
+
+
 def test_prefetch_takes_all_free_slots():
     bench = Bench()
     bench.run(A, B, C, params=SHORT)
