@@ -356,33 +356,36 @@ class StoreContract(TierContract):
     @pytest.mark.parametrize("deletes", [True, False])
     def test_damaged_values_are_misses(self, opened, tmp_path, caplog, deletes):
         """They are deleted, or else stored again."""
-        for num_bytes in (4096, 1, 4096 - SEAL_BYTES, 4095, 4097):
+        for num_bytes in (4096, 1, 4096 - SEAL_BYTES, 4095, 4095, 4097, 4097):
             host = blocks(len(KEYS), num_bytes)
             opened.append(self.tier_type.from_config(self.options(tmp_path, 0), host, {"model": "m"}))
         tier, *others = opened
-        store_until_done(tier, KEYS[:8])
-        names, rows, seals = [tier.store_name(key) for key in KEYS[:12]], tier.host_rows, tier._namespace.seal
+        store_until_done(tier, KEYS[:14])
+        names, rows, seal = [tier.store_name(key) for key in KEYS[:14]], tier.host_rows, tier._namespace.seal
+        good = [seal(name, row.tobytes()) for name, row in zip(names[:10], rows, strict=False)]
         for i, other in enumerate(others):
             wait_for_reset(other)
-            put(other, names[i], seals(names[i], bytes(other.block_bytes)))
-        good = [seals(name, rows[i].tobytes()) for i, name in enumerate(names[:8])]
-        put(tier, names[4], good[5], 5)
-        rows[5, 100] ^= 1
-        put(tier, names[5], good[5], 5)
-        put(tier, names[6], bytes([good[6][0] ^ 1]) + good[6][1:], 6)
-        tier.delete_values([names[7]])
-        store_until_done(tier, KEYS[8:12])
+            # As much as fits of a right value, whether its seal comes first or last.
+            start, end = (good[i], rows[i].tobytes()) if i % 2 else (rows[i].tobytes(), good[i])
+            value, size = start + end + b"x", other.block_bytes
+            other.host_rows[0] = np.frombuffer(value[len(start) % 4096 :][:size], np.uint8)
+            put(other, names[i], value[:SEAL_BYTES] if i % 2 else value[size:][:SEAL_BYTES])
+        put(tier, names[6], good[7], 7)
+        rows[7, 100] ^= 1
+        put(tier, names[7], good[7], 7)
+        put(tier, names[8], bytes([good[8][0] ^ 1]) + good[8][1:], 8)
+        tier.delete_values([names[9]])
         if not deletes:
             tier.delete_values = Mock(side_effect=RuntimeError("read-only"))
-        result = load(tier, KEYS[:12])
-        assert (result.error, result.done, result.failed) == ("", KEYS[8:12], KEYS[:8])
-        assert (tier.stats().corrupt_blocks, tier.stats().missed_blocks) == (7, 1)
-        assert tier.are_held(names) == [not deletes] * 7 + [False] + [True] * 4
+        result = load(tier, KEYS[:14])
+        assert (result.error, result.done, result.failed) == ("", KEYS[10:14], KEYS[:10])
+        assert (tier.stats().corrupt_blocks, tier.stats().missed_blocks) == (9, 1)
+        assert tier.are_held(names) == [not deletes] * 9 + [False] + [True] * 4
         assert ("read-only" in caplog.text) != deletes
         if not self.overwrites:
             tier.__dict__.pop("delete_values", None)
-        store_until_done(tier, KEYS[:12])
-        assert load(tier, KEYS[:12], 3).done == KEYS[:12]
+        store_until_done(tier, KEYS[:14])
+        assert load(tier, KEYS[:14], 3).done == KEYS[:14]
 
     def test_second_engine_finds_firsts_blocks(self, opened, tmp_path):
         host, options = blocks(), self.options(tmp_path, 0)
