@@ -160,7 +160,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (TIERED, {"tiers.0.path": "TMP/kv{dp_rank}"}, "its data-parallel rank is unknown"),
     (OURS, {".tiers.0.path": "TMP/kv{dp_rank}"}, "ok: are needed below TMP/kv0"),
     (TIERED, {"tiers.0": {**SALTED, "salt": "0" * 15}}, "salt has 15 characters, and must have 16 or more"),
-    *[(TIERED, {"tiers.0": {"type": "mooncake", "master": "127.0.0.1:1"}}, "used: 127.0.0.1:1")] * HAS_MOONCAKE,
+    *[(TIERED, {"tiers.0": {"type": "mooncake", "master": "127.0.0.1:1"}}, ":1 cannot be used")] * HAS_MOONCAKE,
     (TIERED, {"tiers.0": SALTED}, "it cannot be used: 127.0.0.1:1: "),
     # Endurance.
     (TIERED, {"tiers.0.endurance": "1KiB/day", "BLOCK": 8192}, "at least one block a day, got '1024/day' for"),
