@@ -12,6 +12,7 @@ import subprocess
 import threading
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvcache import (
     CPULoadStoreSpec,
     CPUOffloadingManager,
-    CPUOffloadingSpec,
     GPULoadStoreSpec,
     LoadStoreSpec,
-    OffloadingConfig,
-    OffloadingGroup,
     OffloadingHandler,
     TieredOffloadingManager,
     TransferResult,
@@ -171,13 +169,14 @@ def test_bad_port_is_refused(telemetry: Telemetry, port: object) -> None:
         PrometheusExporter(telemetry, port)  # type: ignore[arg-type]
 
 
-def spec_of(exporter: object) -> CPUOffloadingSpec:
-    options = {"num_cpu_blocks": 8, "exporters": [exporter]}
-    return CPUOffloadingSpec(OffloadingConfig((OffloadingGroup(16),), 16, extra_config=options))
+def manager_with(port: int) -> Any:
+    """Return the manager of rank 1 whose configuration names an exporter."""
+    settings = OffloadSettings.parse({"num_cpu_blocks": 8, "exporters": [{"type": "prometheus", "port": port}]})
+    return open_manager(settings, block_size=16, num_blocks=8, labels={"engine": "e", "rank": "1"})
 
 
-def test_spec_opens_it_manager_closes_it() -> None:
-    manager = spec_of({"type": "prometheus", "port": 0}).get_manager()
+def test_manager_opens_and_closes_its_exporter() -> None:
+    manager = manager_with(0)
     address = manager.telemetry.exporters[0].address
     assert "kvcache_capacity_blocks" in fetch(address)
     manager.shutdown()
@@ -186,8 +185,7 @@ def test_spec_opens_it_manager_closes_it() -> None:
 
 
 def test_exporter_failing_to_open_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    settings = OffloadSettings.parse({"num_cpu_blocks": 8, "exporters": [{"type": "prometheus", "port": 65535}]})
-    manager = open_manager(settings, block_size=16, num_blocks=8, labels={"engine": "e", "rank": "1"})
+    manager = manager_with(65535)
     assert manager.telemetry.exporters == []
     assert "port must be an int in 0..65535, got 65536" in caplog.text
     manager.shutdown()
