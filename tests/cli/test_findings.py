@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import json
 import os
 import shutil
 import subprocess
@@ -21,7 +20,6 @@ from kvcache.tiers.base.tier import host_rows
 from kvcache.tiers.disk import directory as directory_module
 from kvcache.tiers.disk.tier import DiskOptions, DiskTier
 
-CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 VLLM = {
     "spec_name": "KVCacheOffloadingSpec",
     "spec_module_path": "kvcache.integrations.vllm",
@@ -155,24 +153,6 @@ def test_files_of_others_are_named(monkeypatch, tmp_path):
     make_tier(tmp_path / "kv")
     monkeypatch.setattr(directory_module.os, "access", lambda path, mode: not str(path).endswith("records"))
     assert f"{tmp_path / 'kv' / 'records'} cannot be written by user {os.geteuid()}" in errors_of(disk(tmp_path / "kv"))
-
-
-@pytest.mark.parametrize("by_file", [True, False])
-def test_engines_of_one_file_need_directories(tmp_path, by_file):
-    path = tmp_path / "kv"
-
-    def errors(tier_path, num_engines):
-        options = {**VLLM, "tiers": [disk(tier_path)]}
-        engine = {"data_parallel_size": num_engines} if by_file else {}
-        document = {**engine, "kv_transfer_config": {**CONNECTOR, "kv_connector_extra_config": options}}
-        (tmp_path / "c.json").write_text(json.dumps(document))
-        return texts_of(check_file(tmp_path / "c.json", 0, 1, None, None if by_file else num_engines))
-
-    assert errors(path, 1) == []
-    assert errors(path, 3) == [
-        f"3 tiers have the path {path}; a directory belongs to one tier: {{dp_rank}} names the engine"
-    ]
-    assert errors(f"{path}-{{dp_rank}}", 3) == []
 
 
 def test_engines_need_memory_and_disk_together(monkeypatch, tmp_path):

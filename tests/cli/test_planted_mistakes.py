@@ -48,26 +48,19 @@ EVENTS = {
     "block_size": 16,
 }
 L2 = {
-    "type": "plugin",
-    "module_path": "kvcache.integrations.lmcache",
-    "class_name": "KVCacheL2",
+    "type": "plugin", "module_path": "kvcache.integrations.lmcache", "class_name": "KVCacheL2",
     "adapter_params": {"kind": "disk", "path": "TMP/l2", "capacity": "64MiB"},
-}
+}  # fmt: skip
 SGLANG = {
-    "backend_name": "kvcache",
-    "module_path": "kvcache.integrations.sglang",
-    "class_name": "KVCacheStorage",
-    "interface_v1": 1,
-    "kind": "disk",
-    "path": "TMP/pages",
-    "capacity": "64MiB",
-}
+    "backend_name": "kvcache", "module_path": "kvcache.integrations.sglang", "class_name": "KVCacheStorage",
+    "interface_v1": 1, "kind": "disk", "path": "TMP/pages", "capacity": "64MiB",
+}  # fmt: skip
 TWO_STAGES = {".tiers": [disk("TMP/kv{dp_rank}")], "pipeline_parallel_size": 2}
 HAS_MOONCAKE = importlib.util.find_spec("mooncake") is not None
 SALTED = {"type": "valkey", "url": "valkey://127.0.0.1:1", "salt": "0" * 16}
 
 # A base, the edit (dotted path: value), and a text that must be named, behind its level if that is not "error". A path
-# that begins with a dot is one of our options; BLOCK is the size of a block.
+# that begins with a dot is one of our options; BLOCK and ENGINES are the size of a block and the number of engines.
 MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # What the engine refused after the check had passed it.
     (TIERED, {"tiers": [disk("TMP/a", capacity="HALF"), disk("TMP/b", capacity="HALF")]}, "are on one file system"),
@@ -187,6 +180,8 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (VLLM, {".node_pool": "planted", "pipeline_parallel_size": 2}, "does not work with a pipeline of 2 stages"),
     (VLLM, {".node_pool": "planted", ".cpu_bytes_to_use": "4096TiB"}, "4096 TiB are needed below /dev/shm"),
     (VLLM, {".data_plane": "kvcache", **TWO_STAGES}, "in a pipeline of 2 stages"),
+    (VLLM, {".tiers": [disk()], "data_parallel_size": 3}, "3 tiers have the path TMP/kv; a directory belongs to one"),
+    (VLLM, {".tiers": [disk()], "ENGINES": 3}, "3 tiers have the path TMP/kv; a directory belongs to one tier: {dp_"),
     (VLLM, {".store_threshold": 0}, "warning: store_threshold 0 and 1 store every block"),
     (OURS, {"kv_connector": REMOVED, "kv_conector": "x"}, "kv_connector must be 'OffloadingConnector', got None"),
     (OURS, {"tiers": []}, f"vLLM would not use kvcache: tiers must be inside {EXTRA}"),
@@ -265,6 +260,8 @@ CORRECT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (VLLM, {".data_plane": "vllm", **TWO_STAGES}),
     (VLLM, {".data_plane": "kvcache", "pipeline_parallel_size": 2}),
     (VLLM, {".store_threshold": 2}),
+    (VLLM, {".tiers": [disk("TMP/kv{dp_rank}")], "data_parallel_size": 3}),
+    (VLLM, {".tiers": [disk("TMP/kv{dp_rank}")], "data_parallel_size": 3, "ENGINES": 2}),
     (TIERED, {"tiers.0.endurance": "64KiB/day", "BLOCK": 8192}),
     (L2, {}),
     (L2, {"eviction": {}, "serde": {}, "shared": False}),
@@ -331,13 +328,13 @@ def edited(base: dict[str, Any], edit: dict[str, Any], folder: Path, port: int) 
 
 
 def findings_of(config: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    is_cpu, num_bytes = config.pop("on_a_cpu", False), config.pop("BLOCK", 0)
+    is_cpu, num_bytes, num_engines = config.pop("on_a_cpu", False), config.pop("BLOCK", 0), config.pop("ENGINES", None)
     monkeypatch.setattr("kvcache.cli.engine_keys.has_accelerator", lambda: not is_cpu)
     monkeypatch.setattr("importlib.metadata.packages_distributions", dict)
     file = folder / "config.json"
     file.write_text(json.dumps(config))
     before = sorted(folder.iterdir())
-    findings = check_file(file, num_bytes, 1, None)
+    findings = check_file(file, num_bytes, 1, None, num_engines)
     assert sorted(folder.iterdir()) == before  # a check makes nothing
     return findings
 
