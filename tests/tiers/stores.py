@@ -23,9 +23,10 @@ from waiting import wait_until
 
 from kvcache.testing.tier_contract import TierContract
 from kvcache.tiers.base.job_tier import TierBatch
-from kvcache.tiers.shared_store import SEAL_BYTES
 
 VALKEY_BINARY = find_valkey()
+# As in `kvcache.tiers.shared_store`, which needs packages that other users of this file do not.
+SEAL_BYTES = 16
 KEYS = [bytes([number]) * 36 for number in range(1, 65)]
 T = TypeVar("T")
 
