@@ -335,7 +335,8 @@ class TierDirectory:
     def resize(self, header: Header, afresh: bool = False) -> Header:
         """Give all files the lengths of `header`, and write `header`. The next open repeats an interrupted resize."""
         self.write_header(replace(header, resizing=True))
-        for name, num_bytes in header.file_bytes().items():
+        # Records before payload: a killed process leaves no record of a payload that was cut off.
+        for name, num_bytes in reversed(header.file_bytes().items()):
             with closing_fd(self.open_file(name, os.O_RDWR | os.O_CREAT)) as fd:
                 if afresh:
                     os.ftruncate(fd, 0)

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvcache.tiers.disk.block_store import BlockStore
 from kvcache.tiers.disk.directory import TierDirectory, directory_bytes, reported, shared_names
-from kvcache.tiers.disk.header import DATA, capacity_for, num_slots_within
+from kvcache.tiers.disk.header import DATA, RECORD_BYTES, RECORDS, capacity_for, num_slots_within
 from kvcache.tiers.disk.slot_table import Found
 
 Progress = Callable[[int, int], None]
@@ -123,6 +123,7 @@ def compact_tier(path: Path, capacity_bytes: int | None = None, progress: Progre
         table.flush()
         new_header = replace(header, num_slots=num_slots, resizing=True)
         directory.write_header(new_header)
+        directory.truncate(RECORDS, len(kept) * RECORD_BYTES)
         directory.truncate(DATA, len(kept) * header.slot_bytes)
         directory.resize(replace(new_header, resizing=False))
     return inspect_tier(path)
