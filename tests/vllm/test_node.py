@@ -29,6 +29,11 @@ def end_owner(engine):
     kill_and_wait(engine.manager._manager.owner_figures()["pid"], signal.SIGTERM)
 
 
+def finish_stores(engine):
+    """Step until no copy to the pool is under way: the blocks of copies that end after the engine are lost."""
+    wait_until(lambda: engine.generate([[1, 2, 3]]) and not engine.manager._manager._prompts)
+
+
 def test_random_hash_seed_is_refused(monkeypatch):
     from kvcache.integrations.vllm.node import _seed
 
@@ -87,6 +92,7 @@ def test_what_node_pool_excludes_is_refused(options, message, data_plane):
 def test_next_engine_loads_blocks_of_first(boot, models, prompts, expected, pool):
     with boot(models["llama"], pool) as engine:
         assert engine.ask(prompts) == (expected(prompts), [0, 992, 992])
+        finish_stores(engine)
     with boot(models["llama"], pool) as engine:
         assert engine.ask(prompts) == (expected(prompts), [1024] * 3)
         engine.drop_device_cache()
@@ -119,7 +125,7 @@ def test_worker_of_vllm_joins_pool(boot, models, prompts, expected, pool, monkey
             assert engine.ask(prompts) == (expected(prompts), cached)
             engine.drop_device_cache()
             assert engine.ask(prompts) == (expected(prompts), [1024] * 3)
-            engine.generate([[1, 2, 3]])
+            finish_stores(engine)
             if cached[0]:
                 with pytest.raises(ValueError, match=r"worker: the pool has \['vllm', False\], this engine None"):
                     boot(models["llama"], pool).__enter__()
@@ -146,6 +152,7 @@ def test_grouped_model_hits_as_in_private(boot, models, prompts, pool, policy):
                     rounds.append(engine.ask(prompts))
                     engine.drop_device_cache()
                 if "node_pool" in extra_config:
+                    finish_stores(engine)
                     assert (engine.manager._manager.path_group is None) == (policy == "lru")
                     if len(rounds) == 3:
                         end_owner(engine)
