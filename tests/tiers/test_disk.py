@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 from contextlib import suppress
 from functools import reduce
@@ -204,38 +203,6 @@ def test_blocks_of_edited_fingerprint_are_misses(bench):
     bench.leave(*range(8), fingerprint={"model": "a"})
     bench.edit_header(fingerprint={"model": "b"})
     assert bench.open(fingerprint={"model": "b"}).lookup(bench.keys(0)) == 0
-
-
-@pytest.mark.parametrize("capacity", [None, capacity_for(5, BLOCK_BYTES)])
-@pytest.mark.parametrize("seed", range(3))
-def test_packed_tier_keeps_recent_blocks(bench, seed, capacity, monkeypatch):
-    dice, order, uses = random.Random(seed), [], {}
-    tier = bench.open(num_blocks=12)
-    for key in bench.keys(*(dice.randrange(16) for _ in range(60))):
-        if dice.random() < 0.3:
-            tier.delete([key], timeout_s=60)
-        elif key in order:
-            tier.touch([key])
-            load(tier, [key])
-            uses[key] += 1
-        else:
-            uses[key] = 0
-            removed = store(tier, [key]).removed
-            order = [held for held in order if held not in removed]
-        order = [held for held in order if held != key] + [key] * tier.lookup([key])
-    tier.shutdown()
-    num_slots = 5 if capacity else 12
-    kept = order[-num_slots:]
-    with monkeypatch.context() as patch, suppress(TierDirectoryError):
-        patch.setattr(os, "pwritev", lambda *_: 0)
-        compact_tier(bench.path, capacity)
-    assert all(map(bench.open(num_blocks=12, read_only=True).lookup, ([key] for key in kept)))
-    assert compact_tier(bench.path, capacity).uses == sum(uses[key] for key in kept)
-    assert verify_tier(bench.path) == (len(kept), 0)
-    tier = bench.open(num_blocks=num_slots)
-    assert sorted(load(tier, kept).done) == sorted(kept)
-    removed = [key for new in bench.keys(*range(20, 32)) for key in store(tier, [new]).removed]
-    assert removed[: len(kept)] == kept
 
 
 def test_second_writer_is_refused_not_reader(bench, tier):
