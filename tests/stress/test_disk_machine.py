@@ -405,7 +405,6 @@ RUNS = {
     "full tier": [*FULL, ("store", [range(12, 16)]), ("move", [12, 13], [range(16, 20), [3, 4]])],
     "reset": [*FULL, ("flush",), ("reset",), ("store", [range(2, 6)]), ("reset",), ("reopen",)],
     "resize": [*FULL, ("reopen", FEW), ("store", [range(12, 16)]), ("reopen", MANY), ("reopen", FEW, True)],
-    "restarts": [*FULL, ("reopen",), ("store", [range(12, 16)]), ("reopen",), ("store", [range(16, 20)])],
     "deleted": [*FULL, ("delete", [0, 5]), ("store", [[5, 12]]), ("reopen",), ("store", [[0, 5]])],
 }
 
