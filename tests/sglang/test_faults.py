@@ -11,32 +11,21 @@ from itertools import count
 import processes
 import pytest
 import torch
-from disks import Calls
 from host_pools import mamba, mha, mla
 from local_stores import LocalValkey
 from processes import TOKENS, load_right, prompt, running
 from servers import find_valkey, free_port, running_valkey
+from test_disk_failures import FAULTS, FailingCalls
 from waiting import wait_until
 
 from kvcache.integrations.sglang import storage
 
-FAULTS = {
-    "errors": ["read 0.2 EIO", "write 0.2 EIO"],
-    "full": ["write 0.5 ENOSPC"],
-    "too large": ["write 0.5 EFBIG"],
-    "short": ["read 0.7 short", "write 0.7 short"],
-    "interrupted": ["read 0.5 EAGAIN", "write 0.5 EAGAIN"],
-    "lies": ["read 0.1 flip"],
-    "writes that lie": ["write 0.2 flip"],
-    "syncs": ["sync 0.5 EIO"],
-    "everything": ["read 0.1 EIO", "write 0.3 short", "sync 0.3 EIO", "lookup 0.1 EIO"],
-}
 QUICK = {"deadline_s": 0.3, "pause_s": 0.05, "flush_interval_s": 0.02}
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    calls = Calls(monkeypatch, random.Random(1))
+    calls = FailingCalls(monkeypatch, random.Random(1))
     yield calls
     calls.clear()
 

@@ -6,7 +6,9 @@ By default, 10,000 mutations of the files and 1,000 headers drawn by Hypothesis;
 import json
 import os
 import random
+import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -165,3 +167,73 @@ def test_mutated_files_load_only_true_records(memory):
         elif name == "records":
             assert held <= right
             assert len(set(found.slots.tolist())) == len(found.keys)
+
+
+def damage(draw, path):
+    """Damage one file of a directory as a disk, a crash or a user would; return a description."""
+    name = draw.choice(["data", "data", "records", "records", "recency", "kvcache.json", "lock"])
+    file = path / name
+    if not file.is_file() or file.is_symlink():
+        return name, "again"
+    body = bytearray(file.read_bytes())
+    kind = draw.choice(["flip", "flip", "zero", "swap", "cut", "grow", "delete", "pipe", "link", "directory", "old"])
+    at = draw.randrange(max(1, len(body)))
+    if kind == "flip":
+        for _ in range(draw.choice([1, 1, 20])):
+            body[draw.randrange(len(body))] ^= 1 << draw.randrange(8)
+    elif kind == "zero":
+        body[at : at + 512] = bytes(len(body[at : at + 512]))
+    elif kind == "swap":
+        step = 4096 if name == "data" else 128
+        one, other = (draw.randrange(max(1, len(body) // step)) * step for _ in range(2))
+        body[one : one + step], body[other : other + step] = body[other : other + step], body[one : one + step]
+    elif kind == "cut":
+        del body[at:]
+    elif kind == "grow":
+        body += draw.randbytes(draw.randint(1, 5000))
+    else:
+        file.unlink()
+        if kind == "pipe":
+            os.mkfifo(file)
+        elif kind == "link":
+            file.symlink_to(path / "recency" if name != "recency" else path / "data")
+        elif kind == "directory":
+            file.mkdir()
+        elif kind == "old":
+            file.write_bytes(bytes(len(body)))
+        return name, kind
+    file.write_bytes(body)
+    return name, kind
+
+
+def test_damaged_directory_serves_no_wrong_byte(memory):
+    path = memory / "tier"
+    draw = random.Random(11)
+    original = None
+    counts = Counter()
+    for _ in range(round(250 * SCALE)):
+        if original is None or not path.exists():
+            shutil.rmtree(path, ignore_errors=True)
+            make_directory(path)
+            original = memory / "original"
+            shutil.rmtree(original, ignore_errors=True)
+            shutil.copytree(path, original)
+        done = [damage(draw, path) for _ in range(draw.choice([1, 1, 2]))] if draw.random() < 0.98 else []
+        counts["directories"] += 1
+        try:
+            disk = open_disk(path)
+        except TierDirectoryError:
+            counts["refused"] += 1
+        else:
+            try:
+                if held := disk.held(KEYS):
+                    counts["loaded"] += len(disk.load_right(held).done)
+                new = [b"new-%d" % i for i in range(3)]
+                assert sorted(disk.store(new).done) == sorted(disk.load_right(new).done) == new, done
+            finally:
+                disk.tier.shutdown()
+        shutil.rmtree(path)
+        shutil.copytree(original, path)
+    print(dict(counts))
+    assert counts["loaded"] > counts["directories"]
+    assert counts["refused"] > counts["directories"] // 10

@@ -1,13 +1,16 @@
-"""Scripts of `tests/isolated` in processes of their own: nothing leaks."""
+"""Scripts of `tests/isolated` in processes of their own: nothing leaks, and killed writers of a disk lose nothing."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+NUM_KILLS = int(os.environ.get("KVCACHE_KILLS", "0")) or round(30 * float(os.environ.get("KVCACHE_STRESS", "1")))
 
 
 def run_script(name: str, *arguments: object, timeout_s: float) -> str:
@@ -36,3 +39,16 @@ def test_many_transfers_leave_nothing_behind() -> None:
     assert left["resident_bytes"] < 2 << 20
     assert left["traced_bytes"] < 64 << 10
     assert left["threads"] == left["files"] == left["threads_after_shutdown"] == 0
+
+
+def test_killed_writers_lose_nothing_done(tmp_path: Path) -> None:
+    counts = json.loads(run_script("disk_kills.py", tmp_path / "tier", NUM_KILLS, 7, timeout_s=60 + 3 * NUM_KILLS))
+    print(counts)
+    assert counts["kills"] == NUM_KILLS
+    assert (counts["wrong"], counts["missing"], counts["stale"], counts["above_capacity"]) == (0, 0, 0, 0)
+    assert counts["unlike_own_checker"] == 0
+    # A block that a kill has cut is a miss. Counted as corrupt, it would alert that the medium is bad.
+    assert counts["torn"] == 0
+    assert counts["done"] > 20 * NUM_KILLS
+    assert counts["verified"] > 20 * NUM_KILLS
+    assert counts["resets"] > NUM_KILLS // 4

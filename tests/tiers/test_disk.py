@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 from contextlib import suppress
 from functools import reduce
@@ -63,6 +64,16 @@ def test_restart_finds_blocks_and_recency(bench, monkeypatch):
     assert (tier.stats().num_held, tier.stats().stored_blocks) == (8, 0)
     assert load(tier, bench.keys(*range(8))).failed == []
     assert store(tier, bench.keys(*range(10, 18))).removed == bench.keys(2, 4, 5, 6, 7, 1, 3, 0)
+
+
+def test_uses_stay_ordered_over_restarts(bench):
+    bench.leave(0, 1, 2, 3, num_blocks=4)
+    for _ in range(2):
+        tier = bench.open(num_blocks=4)
+        tier.touch(bench.keys(0))
+        tier.shutdown()
+    tier = bench.open(num_blocks=4)
+    assert [store(tier, bench.keys(number)).removed for number in (4, 5)] == [bench.keys(1), bench.keys(2)]
 
 
 def test_slot_forgets_its_older_block(bench):
@@ -203,6 +214,52 @@ def test_blocks_of_edited_fingerprint_are_misses(bench):
     bench.leave(*range(8), fingerprint={"model": "a"})
     bench.edit_header(fingerprint={"model": "b"})
     assert bench.open(fingerprint={"model": "b"}).lookup(bench.keys(0)) == 0
+
+
+def test_growing_and_shrinking_keep_what_fits(bench, tmp_path):
+    bench.leave(*range(8), num_blocks=8)
+    tier = bench.open(num_blocks=12)
+    assert tier.stats().num_held == 8
+    store(tier, bench.keys(*range(8, 12)))
+    assert tier.stats().num_held == 12
+    tier.shutdown()
+    tier = bench.open(num_blocks=5)
+    held = [key for key in bench.keys(*range(12)) if tier.lookup([key])]
+    assert held == bench.keys(0, 1, 2, 3, 4)
+    assert sorted(load(tier, held).done) == held
+    assert directory_bytes(tmp_path / "tier") <= capacity_for(5, BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("capacity", [None, capacity_for(5, BLOCK_BYTES)])
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_tier_keeps_recent_blocks(bench, seed, capacity, monkeypatch):
+    dice, order, uses = random.Random(seed), [], {}
+    tier = bench.open(num_blocks=12)
+    for key in bench.keys(*(dice.randrange(16) for _ in range(60))):
+        if dice.random() < 0.3:
+            tier.delete([key], timeout_s=60)
+        elif key in order:
+            tier.touch([key])
+            load(tier, [key])
+            uses[key] += 1
+        else:
+            uses[key] = 0
+            removed = store(tier, [key]).removed
+            order = [held for held in order if held not in removed]
+        order = [held for held in order if held != key] + [key] * tier.lookup([key])
+    tier.shutdown()
+    num_slots = 5 if capacity else 12
+    kept = order[-num_slots:]
+    with monkeypatch.context() as patch, suppress(TierDirectoryError):
+        patch.setattr(os, "pwritev", lambda *_: 0)
+        compact_tier(bench.path, capacity)
+    assert all(map(bench.open(num_blocks=12, read_only=True).lookup, ([key] for key in kept)))
+    assert compact_tier(bench.path, capacity).uses == sum(uses[key] for key in kept)
+    assert verify_tier(bench.path) == (len(kept), 0)
+    tier = bench.open(num_blocks=num_slots)
+    assert sorted(load(tier, kept).done) == sorted(kept)
+    removed = [key for new in bench.keys(*range(20, 32)) for key in store(tier, [new]).removed]
+    assert removed[: len(kept)] == kept
 
 
 def test_second_writer_is_refused_not_reader(bench, tier):

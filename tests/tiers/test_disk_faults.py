@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -72,6 +73,36 @@ def test_power_cut_leaves_whole_directory(bench, monkeypatch):
     calls.clear()
     clear_directory(bench.path)
     assert calls == [*lock, "fsync", *["unlink"] * 5], "without a header, the lock shows whose the files are"
+
+
+def test_kill_after_reset_restores_nothing(bench, tier, monkeypatch, tmp_path):
+    tier.reset()
+    wait_for_reset(tier)
+    store(tier, bench.keys(0, 1))
+    released = threading.Event()
+    write_header = TierDirectory.write_header
+
+    def late(self, header):
+        released.wait()
+        write_header(self, header)
+
+    mark_void = TierDirectory.mark_void
+    monkeypatch.setattr(TierDirectory, "write_header", late)
+    monkeypatch.setattr(TierDirectory, "mark_void", lambda *args: (time.sleep(0.05), mark_void(*args)))
+    monkeypatch.setattr(tier_module, "_MARK_S", 60)
+    tier.reset()
+    # A killed process leaves a directory without a header.
+    shutil.copytree(bench.path, tmp_path / "left")
+    assert bench.open(read_only=True).stats().num_held == 0
+    released.set()
+    wait_for_reset(tier)
+    tier.shutdown()
+    for path in (bench.path, tmp_path / "left"):
+        tier = bench.open(path=path)
+        assert tier.stats().num_held == 0
+        store(tier, bench.keys(2))
+        tier.shutdown()
+        assert load(bench.open(path=path), bench.keys(2)).done == bench.keys(2)
 
 
 def test_hung_mark_keeps_files_open(bench, monkeypatch):
@@ -222,6 +253,38 @@ def test_foreign_directory_is_left_unchanged(bench, name):
         bench.open()
     assert mode_of(bench.path) == 0o755
     assert [(path.name, path.read_text()) for path in bench.path.iterdir()] == [(name, "precious")]
+
+
+@pytest.mark.parametrize("is_reopened", [False, True])
+@pytest.mark.parametrize("stage", ["void", "payload"])
+@pytest.mark.parametrize("failed_before", ["nothing", "void", "records"])
+def test_kill_inside_store_leaves_misses(bench, monkeypatch, tmp_path, stage, is_reopened, failed_before):
+    tier = bench.open(num_blocks=4)
+    store(tier, bench.keys(0, 1, 2, 3))
+    if is_reopened:
+        tier.shutdown()
+        tier = bench.open(num_blocks=4)
+    pwrite = os.pwrite
+
+    def half_failing(fd, body, offset):
+        # Records arrive although their write fails.
+        written = pwrite(fd, body, offset) if any(body) or failed_before == "records" else 0
+        return raiser(errno.EIO)() if any(body) or failed_before == "void" else written
+
+    if failed_before != "nothing":
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", half_failing)
+            assert store(tier, bench.keys(4, 5)).done == []
+    holder, name = {"void": (tier._store, "write_payload"), "payload": (tier._store.table, "write")}[stage]
+    monkeypatch.setattr(holder, name, raiser(errno.EIO))
+    store(tier, bench.keys(4, 5))
+    shutil.copytree(bench.path, tmp_path / "left")
+    left = bench.open(num_blocks=4, path=tmp_path / "left")
+    keys = bench.keys(*range(6))
+    held = [key for key in keys if left.lookup([key])]
+    assert held == keys[2:4]
+    assert load(left, held).done == held
+    assert left.stats().corrupt_blocks == 0
 
 
 def test_store_overtaken_by_reset_writes_nothing(bench, monkeypatch):

@@ -214,6 +214,15 @@ def test_freed_disk_is_used_again(bench, limited, monkeypatch):
         assert tier.stats().num_held == min(40, 4 + 2 ** (step + 1) - 1)
 
 
+def test_other_failures_withhold_no_slot(bench, limited):
+    tier = bench.open(num_blocks=8, preallocate=False)
+    limited(0, errno.EIO)
+    assert store_each(tier, bench.keys(*range(8))) == []
+    limited(8 * 4096)
+    assert len(store_each(tier, bench.keys(*range(8)))) == 8
+    assert tier.stats().num_held == 8
+
+
 def test_system_without_allocation_uses_space(bench, limited, monkeypatch):
     """A file system that reserves no space is a sparse one."""
     monkeypatch.setattr("ctypes.CDLL", lambda *_, **options: SimpleNamespace(fallocate=lambda *_: -1))
