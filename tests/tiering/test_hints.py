@@ -243,6 +243,7 @@ def test_step_reads_bounded_number_of_keys(monkeypatch):
 
 
 def test_hints_are_parsed_once(monkeypatch, tmp_path):
+    pytest.importorskip("msgspec")
     messages = []
     monkeypatch.setattr(hints, "parse_hints", lambda message: messages.append(message) or parse_hints(message))
     bench = Bench()

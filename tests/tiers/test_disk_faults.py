@@ -287,6 +287,24 @@ def test_kill_inside_store_leaves_misses(bench, monkeypatch, tmp_path, stage, is
     assert left.stats().corrupt_blocks == 0
 
 
+def test_kill_inside_shrink_leaves_whole_blocks(bench, monkeypatch, tmp_path):
+    """A record whose payload was cut off would count as corrupt at the old capacity."""
+    bench.leave(*range(16))
+    real, copies = os.ftruncate, []
+
+    def cut(fd, num_bytes):
+        real(fd, num_bytes)
+        copies.append(shutil.copytree(bench.path, tmp_path / str(len(copies))))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", cut)
+        bench.open(num_blocks=8).shutdown()
+    assert len(copies) > 1
+    for path in copies:
+        bench.open(path=path).shutdown()
+        assert verify_tier(path)[1] == 0
+
+
 def test_store_overtaken_by_reset_writes_nothing(bench, monkeypatch):
     tier, put = bench.open(), DiskTier.put
 
