@@ -18,6 +18,7 @@ import pytest
 import torch
 from geometries import layered, spec_of
 from host_stream import HostStream
+from waiting import wait_until
 
 from kvcache.specs import CPULoadStoreSpec, GPULoadStoreSpec, TransferResult
 from kvcache.transfer import cpu
@@ -186,11 +187,9 @@ def test_tensor_memory_stays_during_copy(busy):
     # The tensor releases its memory, which is large enough to be returned to the system at once.
     tensor.set_()
     handler.transfer_async(2, spec_of([0, 63], [0, 63]))
-    time.sleep(0.2)
+    wait_until(lambda: torch.equal(pool.block(0), first) and torch.equal(pool.block(63), last))
     handler.shutdown(wait=False)
     assert [(r.job_id, r.success) for r in handler.get_finished()] == [(1, False), (2, False)]
-    assert torch.equal(pool.block(0), first)
-    assert torch.equal(pool.block(63), last)
 
 
 @pytest.mark.parametrize("tensor_idx", [0, 1])
