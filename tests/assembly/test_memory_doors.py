@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -73,7 +74,7 @@ SPEC = textwrap.dedent("""
     import sys
     from kvcache import CanonicalKVCacheRef, OffloadingConfig, OffloadingGroup, make_spec
     tier = {"type": "disk", "path": sys.argv[1] + "/tier", "capacity": "4MiB"}
-    options = {"spec_name": "tiering", "num_cpu_blocks": 120, "tiers": [tier], "pool_folder": "/dev/shm"}
+    options = {"spec_name": "tiering", "num_cpu_blocks": 120, "tiers": [tier], "pool_folder": sys.argv[2]}
     group = OffloadingGroup(16, ("a",), (CanonicalKVCacheRef(0, 1 << 20),))
     make_spec(OffloadingConfig((group,), 16, extra_config=options)).get_manager()
 """)
@@ -92,11 +93,11 @@ def test_cgroup_limit_refuses_tiering_spec(tmp_path):
     try:
         (group / "memory.limit_in_bytes").write_text(str(90 * MIB))
         command = ["bash", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "bash", sys.executable, "-c", SPEC]
-        before = set(Path("/dev/shm").rglob("*"))
-        done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvcache-test-") as folder:
+            done = subprocess.run([*command, str(tmp_path), folder], capture_output=True, text=True, check=False)
+            assert not [path for path in Path(folder).rglob("*") if path.is_file()]
         assert done.returncode == 1, done
         assert "does not fit into host memory" in done.stderr
         assert "memory.limit_in_bytes = 94371840" in done.stderr
-        assert {path for path in set(Path("/dev/shm").rglob("*")) - before if path.is_file()} == set()
     finally:
         group.rmdir()
