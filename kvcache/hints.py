@@ -6,7 +6,7 @@ formatted, hashed or copied, and any message takes less than 50 microseconds. In
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -109,13 +109,15 @@ def _next_use(value: object, is_seconds: bool = False) -> str | None:
     return None if value is None else check_next_use(value)
 
 
-def actions_of(req_context: ReqContext) -> list[HintAction]:
+def actions_of(req_context: ReqContext) -> Sequence[HintAction]:
     """Return the actions of our field of a request, of its `kv_hints`, and its `retention` as the last one.
 
     They are read once: the request's context keeps them. An invalid message is an ignored action.
     """
     if req_context.actions is None:
         params: Any = req_context.kv_transfer_params
+        if params is None and req_context.kv_hints is None and req_context.retention is None:
+            return ()
         messages = [params["kvcache"]] if isinstance(params, dict) and "kvcache" in params else []
         if req_context.kv_hints is not None:
             messages.append(req_context.kv_hints)

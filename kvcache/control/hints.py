@@ -61,8 +61,7 @@ class HintBoard:
     def parts(self) -> list[Part]:
         """Return the number of answers by type of action. May be called from any thread."""
         with self._counting:
-            counts = sorted(self._counts.items())
-            return [Part("hint", HintStats(**answers), (("type", kind),)) for kind, answers in counts]
+            return [Part("hint", HintStats(**named), (("type", kind),)) for kind, named in sorted(self._counts.items())]
 
     def begin(self, req_context: ReqContext) -> None:
         """Take in the actions that a new request carries."""

@@ -247,7 +247,7 @@ class BlockPool:
             self.ignored_hints += 1
         # The positions contain all keys of the prompt: allocate the index for all of them.
         num_keys = len(req_context.positions or ())
-        request_keys = self._cache.open_request(own_use(actions), num_keys)
+        request_keys = self._cache.open_request(own_use(actions) if actions else None, num_keys)
         self._offers.ages.open(req_context)
         # Another thread, or a finalizer, may have opened the request in the meantime.
         return req_context.request_keys.setdefault(self, request_keys)

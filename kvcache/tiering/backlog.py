@@ -28,7 +28,7 @@ class Backlog:
 
     def __init__(self, num_blocks: int) -> None:
         self.missed: OrderedDict[bytes, None] = OrderedDict()
-        self.num_dropped = 0
+        self.num_dropped = self.num_declined = 0
         self._max_blocks = num_blocks
         self._keys: deque[bytes] = deque()
 

@@ -445,7 +445,7 @@ class TierController:
             num_loading=self._reads.num_blocks,
             num_storing=self._writes.num_blocks,
             num_backlog=len(self.backlog),
-            declined_blocks=self.backlog.num_declined if isinstance(self.backlog, BudgetBacklog) else 0,
+            declined_blocks=self.backlog.num_declined,
             dropped_uses=self._uses.num_dropped,
             promotion_seconds=HistogramData(*self._reads.seconds.data()),
             write_seconds=HistogramData(*self._writes.seconds.data()),

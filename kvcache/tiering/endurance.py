@@ -100,7 +100,6 @@ class BudgetBacklog(Backlog):
         self._values = RunValues(wear.num_blocks)
         self._runs: WeakKeyDictionary[ReqContext, _Run] = WeakKeyDictionary()
         self.due: set[bytes] = set()
-        self.num_declined = 0
 
     def use(self, keys: list[bytes], req_context: ReqContext | None) -> list[bytes]:
         if req_context is not None:

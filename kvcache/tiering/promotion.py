@@ -21,7 +21,7 @@ from kvcache.request import ReqContext
 from kvcache.specs import block_ids_of
 from kvcache.tiering.controller import JobState, TierController, TierJob
 from kvcache.tiering.pending import PendingRequest, PendingRequests
-from kvcache.tiering.writing import MAX_JOB_BLOCKS, Writing
+from kvcache.tiering.writing import MAX_JOB_BLOCKS, Writing, ready_keys
 from kvcache.tiers.base.tier import MAX_STEP_BLOCKS
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Promotion:
         request = PendingRequest(ReqContext("prefetch"), math.inf, dict(zip(absent, holders, strict=False)))
         batch = self._next_batch(request, MAX_STEP_BLOCKS, now_s)
         # They are used together: none may make room for another.
-        kept = list(compress(keys, map(int(READY).__eq__, states))) if len(batch) > num_free else []
+        kept = ready_keys(keys, states) if len(batch) > num_free else []
         self._pool.pin(kept, is_move=True)
         self._promote(request, batch, now_s)
         self._pool.unpin(kept)

@@ -35,11 +35,7 @@ class Writing:
         self._pool = pool
         self._controllers = controllers
         self.job_ids = count(1)
-        self._limited = [
-            (controller, controller.backlog)
-            for controller in controllers
-            if isinstance(controller.backlog, BudgetBacklog)
-        ]
+        self._limited = [(one, one.backlog) for one in controllers if isinstance(one.backlog, BudgetBacklog)]
         # A policy that may decline blocks stores all of them only if some tier receives all blocks.
         may_decline = hasattr(pool.policy, "stores_all") and pool.group_windows is None
         self._declines = may_decline and len(self._limited) == len(controllers)
@@ -79,7 +75,7 @@ class Writing:
 
     def _give(self, backlog: BudgetBacklog, run: list[bytes]) -> None:
         states = self._pool.states(run)
-        backlog.offer(key for key, state in zip(run[::-1], states[::-1], strict=True) if state == READY)
+        backlog.offer(reversed(ready_keys(run, states)))
         backlog.due.update(key for key, state in zip(run, states, strict=True) if state == PENDING)
 
     def hurry(self, keys: list[bytes]) -> bool:
@@ -160,4 +156,9 @@ class Writing:
         return False
 
     def _ready(self, keys: list[bytes]) -> list[bytes]:
-        return list(compress(keys, self._pool.states(keys).translate(_IS_READY)))
+        return ready_keys(keys, self._pool.states(keys))
+
+
+def ready_keys(keys: list[bytes], states: bytes) -> list[bytes]:
+    """Return those of the keys whose state is READY, without a loop in Python: there may be thousands."""
+    return list(compress(keys, states.translate(_IS_READY)))

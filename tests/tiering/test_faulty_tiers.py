@@ -1,8 +1,8 @@
 """Engines over two tiers that refuse, fail, lie, raise, come late and reset badly, in random orders.
 
 No slot is used twice, no reference leaks, no old byte is loaded, nothing reaches the scheduler; while no tier lies,
-events name the blocks that are held. From where each walk ends, two futures are played: every job completes, or none
-ever does. In both, every request ends.
+events name the blocks that are held. Each walk ends in two futures: every job completes, or none ever does. In both,
+every request ends.
 """
 
 import random

@@ -189,7 +189,7 @@ def test_spoilt_answer_costs_its_block(place, start, caplog, kind, act, outcome)
     assert load(tier, keys, 6).done == keys
 
 
-# What a store answers at a start: what the check reports, and whether an engine starts.
+# Answers of a store at a start, with the text that the check reports, and whether an engine starts.
 STARTS = {
     "valkey": [
         (None, b"-NOAUTH Authentication required.\r\n", "Authentication required", False),

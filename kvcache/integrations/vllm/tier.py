@@ -132,9 +132,8 @@ class KVCacheTier(SecondaryTierManager):
         self._num_refused = 0
         self._results: list[JobResult] = []
         self._label = f"{_place_of(options, offloading_spec)}:{tier_type}"
-        # Tokens and bytes of a block.
-        block_sizes = offloading_spec.tokens_per_block[0] * offloading_spec.blocks_per_chunk, row_bytes
-        self._changes = SampleChanges(tier_metric_definitions(), *block_sizes)
+        block_tokens = offloading_spec.tokens_per_block[0] * offloading_spec.blocks_per_chunk
+        self._changes = SampleChanges(tier_metric_definitions(), block_tokens, row_bytes)
         self._device = DeviceCache()
         self._device.is_exact = len(offloading_spec.config.groups) == offloading_spec.blocks_per_chunk == 1
         self._next_stats_s = 0.0
